@@ -23,6 +23,7 @@ from lockstep.config.actor_rollout_ref import has_cut_log_probs
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.train_engines import engine_settings
 from lockstep.demo.model import make_model_folder
 from lockstep.engines.rollout import ROLLOUT_ENGINES
 from lockstep.engines.rollout.rollout_engine import rollout_dtype
@@ -93,7 +94,7 @@ class EngineCheck:
         self.actor: Any = groups[0]
         self.rollout: Any = groups[-1]
         device = torch.device(self.device)
-        dtypes = resolve_dtype(self.config.actor.fsdp_config.dtype, device), rollout_dtype(self.config, device)
+        dtypes = resolve_dtype(engine_settings(self.config.actor).dtype, device), rollout_dtype(self.config, device)
         self.bound = canary_bound(*dtypes, quantized=self.config.rollout.quantization is not None)
         self.sync = WeightSync(self.actor, self.rollout, "naive" if info.shares_weights else "in_process", self.bound)
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes]

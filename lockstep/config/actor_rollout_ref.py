@@ -17,7 +17,9 @@ from lockstep.config.bounds import (
     Temperature,
     UnitFloat,
 )
+from lockstep.config.deepspeed import DeepSpeedEngineConfig
 from lockstep.config.engines import ROLLOUT_ENGINES, SERVER_KINDS
+from lockstep.config.megatron import McoreEngineConfig, RefMcoreEngineConfig
 from lockstep.config.model import CheckpointConfig, Dtype, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.config.policy_loss import PolicyLossConfig
 from lockstep.config.profiler import ProfilerConfig
@@ -28,9 +30,19 @@ LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 
 
 @dataclass(frozen=True)
+class RouterReplayConfig:
+    """Which experts compute a token in training, for a mixture of experts (docs/moe.md)."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """disabled: those that the router chooses. R2: updates use the experts of the old-log-prob pass. R3: this pass and updates use
+    the experts of the rollout. The reference and the critic are not affected."""
+
+
+@dataclass(frozen=True)
 class ActorConfig:
     strategy: str = "fsdp"
-    """Training engine: fsdp or fsdp2 (both mean FSDP2), or your own as path/to/file.py:Class (docs/extending.md)."""
+    """Training engine: fsdp or fsdp2 (both mean FSDP2), megatron (docs/megatron.md), deepspeed (docs/deepspeed.md), or your own as
+    path/to/file.py:Class (docs/extending.md)."""
     ppo_mini_batch_size: PositiveInt = 256
     """Prompts per optimizer step (times `rollout.n` sequences)."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
@@ -78,9 +90,14 @@ class ActorConfig:
     """Weight of the KL term."""
     kl_loss_type: KLEstimator = "low_var_kl"
     """KL estimator of the KL term; see `algorithm.kl_penalty`."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the loss that balances the load of experts, computed per response and averaged over responses (docs/moe.md)."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: FSDPOptimizerConfig = field(default_factory=FSDPOptimizerConfig)
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+    deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Ranks that split each sequence (Ulysses)."""
     grad_clip: PositiveFloat = II(f"{_ACTOR}.optim.clip_grad")
@@ -277,7 +294,10 @@ class RolloutConfig:
     disable_log_stats: bool = True
     """vllm: false logs its statistics (throughput, use of the KV cache) every few seconds."""
     tensor_model_parallel_size: PositiveInt = 1
-    """vllm: workers that share each copy of the rollout model. 1 with the other engines."""
+    """embedded and vllm: workers that hold each copy of the rollout model together, consecutive ones. 1 with the other engines."""
+    n_gpus: PositiveInt | None = None
+    """embedded and hf, in the actor's processes: how many of its workers generate, from the first on; the others only train.
+    null is all."""
     load_format: str = "dummy"
     """vllm: how it loads the model when it starts. dummy loads nothing, because the actor's weights are sent before the first
     rollout; auto reads the model's folder."""
@@ -285,6 +305,9 @@ class RolloutConfig:
     """vllm: quantise the weights when they are loaded, such as fp8."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of an engine, by its name: engine_kwargs.vllm overrides arguments of `vllm.LLM`."""
+    enable_rollout_routing_replay: bool = False
+    """Record the experts that compute each token (batch key `routed_experts`), for actor.router_replay.mode=R3, where it is the
+    default; without R3 the difference to the trainer's is only reported (docs/moe.md)."""
     calculate_log_probs: bool = True
     """Return the log-prob of each sampled token (batch key `rollout_log_probs`)."""
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
@@ -326,6 +349,8 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: PositiveInt = II(f"{_ACTOR}.ppo_max_token_len_per_gpu")
     """Tokens per micro-batch."""
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    megatron: RefMcoreEngineConfig = field(default_factory=RefMcoreEngineConfig)
+    deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
     ulysses_sequence_parallel_size: PositiveInt = II(f"{_ACTOR}.ulysses_sequence_parallel_size")
     """Ranks that split each sequence (Ulysses)."""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

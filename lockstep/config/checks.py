@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compat import NOT_SUPPORTED
-from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES, EngineRegistry
+from lockstep.config.engines import (
+    ROLLOUT_ENGINES,
+    TRAIN_ENGINES,
+    EngineRegistry,
+    RolloutEngineInfo,
+    TrainEngineInfo,
+)
 from lockstep.config.ensemble import reward_problems
 from lockstep.config.errors import NO_VALUE, Problem, nearest
 from lockstep.config.placement import controller_of, num_workers
@@ -18,10 +24,12 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import REWARD_MANAGERS
 from lockstep.config.roles import sections_of
 from lockstep.config.server_checks import servers
+from lockstep.config.sft import SupervisedConfig
 from lockstep.config.trainer import LOGGERS
 from lockstep.registry import find_registered, no_such_name
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS, Use, locate_data
 from lockstep.utils.files import did_you_mean_path
+from lockstep.utils.fs import masked
 from lockstep.utils.model_path import FORMS as MODEL_FORMS, is_adapter, is_model_folder, locate_model
 from lockstep.utils.sampling_limits import MIN_TEMPERATURE
 from lockstep.utils.vision import vision_problem
@@ -73,8 +81,23 @@ def resume_path(values: Values) -> Iterator[Problem]:
         if not path:
             message = "must be the global_step_N folder to resume from, because trainer.resume_mode=resume_path"
             yield Problem("trainer.resume_from_path", NO_VALUE, message)
-        elif not Path(path).is_dir():
+        elif "://" not in path and not Path(path).is_dir():
             yield Problem("trainer.resume_from_path", path, "no such folder")
+
+
+def remote_store(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
+    """URLs of remote checkpoints; a password in one would be saved with the config."""
+    store, path = "trainer.default_hdfs_dir", "trainer.resume_from_path"
+    for name, value in ((store, config.trainer.default_hdfs_dir), (path, config.trainer.resume_from_path)):
+        if name == store and value and "://" not in value:
+            message = "must be a URL such as s3://bucket/run or file:///mnt/run; local checkpoints are in trainer.default_local_dir"
+            yield Problem(name, value, message)
+        elif value and masked(value) != value and name not in config.from_environment:
+            message = (
+                "has a password or signature, which would be saved with the config; give it to fsspec by its configuration or "
+                "environment variables (docs/remote_checkpoints.md), or write the URL as ${oc.env:NAME}"
+            )
+            yield Problem(name, masked(value), message)
 
 
 def _data_files(values: Values, name: str, use: Use) -> Iterator[Problem]:
@@ -109,7 +132,7 @@ def adapters(values: Values, role: str) -> Iterator[Problem]:
     name = f"{section}.lora_adapter_path"
     path, rank = values[name], values[f"{section}.lora_rank"]
     if values[f"{section}.load_in_4bit"]:
-        yield from _4bit_base(values, section, sections_of(role).engine)
+        yield from _4bit_base(values, section, sections_of(role).fsdp)
     if rank:
         yield from _base_of_new_adapters(values, section)
     if rank and strategy in values and not TRAIN_ENGINES.info(values[strategy]).takes_adapters:
@@ -183,13 +206,28 @@ def known_name(values: Values, key: str, known: Collection[str], named: str = "f
 
 
 NEEDS_BITSANDBYTES = 'needs bitsandbytes: pip install "lockstep-rl[qlora]"'
-NOT_INSTALLED = (NEEDS_BITSANDBYTES, *(info.if_missing for info in ROLLOUT_ENGINES.built_in.values() if info.package))
+_ENGINES: tuple[RolloutEngineInfo | TrainEngineInfo, ...] = (
+    *ROLLOUT_ENGINES.built_in.values(),
+    *TRAIN_ENGINES.built_in.values(),
+)
+NOT_INSTALLED = (NEEDS_BITSANDBYTES, *(info.if_missing for info in _ENGINES if info.package))
 """Problems of a machine, not of a config."""
 
 
 def engine_name(values: Values, key: str, engines: EngineRegistry[Any]) -> Iterator[Problem]:
     if (problem := engines.problem(values[key])) is not None:
         yield Problem(key, values[key], problem)
+    info = engines.info(values[key])
+    if info.package is not None and not is_installed(info.package):
+        yield Problem(key, values[key], info.if_missing)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be found, of a dotted name also its parents."""
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def engine_ranks(values: Values, strategy: str, ranks: int, per_sequence: int, key: str) -> Iterator[Problem]:
@@ -198,7 +236,7 @@ def engine_ranks(values: Values, strategy: str, ranks: int, per_sequence: int, k
     if ranks > 1 and not info.is_distributed:
         yield Problem(strategy, values[strategy], f"trains in one process, not {ranks}; set fsdp")
     elif per_sequence > 1 and not info.sequence_parallel:
-        message = f"{strategy}={values[strategy]} does not split sequences across ranks; set 1"
+        message = f"{strategy}={values[strategy]} does not split sequences by Ulysses; set 1"
         yield Problem(key, per_sequence, message, also=(strategy,))
 
 
@@ -206,10 +244,10 @@ def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
     name, tp = values[f"{section}.name"], values[f"{section}.tensor_model_parallel_size"]
     info = ROLLOUT_ENGINES.info(name)
     yield from engine_name(values, f"{section}.name", ROLLOUT_ENGINES)
-    if info.package is not None and find_spec(info.package) is None:
-        yield Problem(f"{section}.name", name, info.if_missing)
     if tp > 1 and not info.tensor_parallel:
-        message = f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=vllm"
+        message = (
+            f"{NOT_SUPPORTED}: each worker holds the whole rollout model; set 1, or {section}.name=embedded or vllm"
+        )
         if info.is_remote:
             message = f"{NOT_SUPPORTED}: servers are started with their own parallelism; set 1"
         yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))

@@ -4,7 +4,6 @@ ALIASES             other spellings of a key or a section, read as the canonical
 VALUE_ALIASES       other spellings of a value
 UNSUPPORTED_KEYS    keys of unsupported features: values that request nothing are accepted, others are a problem
 UNSUPPORTED_VALUES  values of existing keys that select an unsupported feature
-UNSUPPORTED_FILES   presets and configuration files of unsupported features
 NO_EFFECT           keys that tune something which works differently here: ignored, with a notice
 
 A key that gains support leaves its table; a test checks that. `TABLES` holds those of PPO; sft_compat.py and
@@ -28,7 +27,8 @@ T = TypeVar("T")
 _ARR = "actor_rollout_ref"
 _ROLES = tuple(sections.role for sections in SECTIONS.values())
 _MODELS = tuple(dict.fromkeys(sections.model for sections in SECTIONS.values()))
-_ENGINES = tuple(sections.engine for sections in SECTIONS.values())
+_ENGINES = tuple(sections.fsdp for sections in SECTIONS.values())
+_MEGATRON = tuple(sections.of_engine("megatron") for sections in SECTIONS.values())
 _OPTIMIZERS = (f"{_ARR}.actor.optim", "critic.optim")
 
 
@@ -71,6 +71,7 @@ ALIASES: dict[str, str] = {
     f"{_ARR}.rollout.max_new_tokens": "data.max_response_length",
     f"{_ARR}.actor.max_grad_norm": f"{_ARR}.actor.grad_clip",
     f"{_ARR}.actor.ppo_micro_batch_size": f"{_ARR}.actor.ppo_micro_batch_size_per_gpu",
+    f"{_ARR}.rollout.router_replay": f"{_ARR}.actor.router_replay",
     f"{_ARR}.actor.use_remove_padding": f"{_ARR}.model.use_remove_padding",
     f"{_ARR}.rollout.log_prob_micro_batch_size": f"{_ARR}.rollout.log_prob_micro_batch_size_per_gpu",
     f"{_ARR}.ref.log_prob_micro_batch_size": f"{_ARR}.ref.log_prob_micro_batch_size_per_gpu",
@@ -82,7 +83,12 @@ ALIASES: dict[str, str] = {
 } | {
     f"{section}.{written}": f"{section}.{name}"
     for section in _OPTIMIZERS
-    for written, name in {"warmup_steps": "lr_warmup_steps", "warmup_style": "lr_scheduler_type"}.items()
+    for written, name in {
+        "warmup_steps": "lr_warmup_steps",
+        "warmup_style": "lr_scheduler_type",
+        "lr_decay_style": "lr_scheduler_type",
+        "lr_decay_steps": "total_training_steps",
+    }.items()
 }
 ALIASES |= _in_each(_ROLES, PROFILER_ALIASES) | {
     f"{section}{name}_nsight_options": f"global_profiler.global_tool_config.nsys.{name}_nsight_options"
@@ -96,6 +102,7 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     f"{_ARR}.rollout.name": {"naive": "hf"},
     f"{_ARR}.rollout.load_format": dict.fromkeys(("dummy_dtensor", "dummy_hf", "dummy_megatron"), "dummy")
     | dict.fromkeys(("dtensor", "hf", "megatron"), "auto"),
+    **{f"{section}.optimizer": dict.fromkeys(("adam", "adamw"), "AdamW") for section in _OPTIMIZERS},
 }
 
 
@@ -126,7 +133,7 @@ class Unsupported:
 
 
 _MEGATRON_LORA = Unsupported(
-    "it is a section of verl's Megatron engine; set lora_rank, lora_alpha, target_modules and lora_adapter_path of the model",
+    "Megatron trains no adapters; set strategy=fsdp, and lora_rank, lora_alpha, target_modules and lora_adapter_path of the model",
     harmless=(None, False, 0),
     switches=("rank", "adapter_path"),
 )
@@ -137,8 +144,13 @@ _MTP = Unsupported(
     "models predict one token at a time; set enable=false", switches=("enable", "enable_train", "enable_rollout")
 )
 _ONE_WORKER = Unsupported("each worker holds the whole rollout model; set 1", harmless=(None, 1))
-_ROUTING = Unsupported("expert routing is not recorded; leave it disabled", (None, False, "disabled"), ("mode",))
-_MEGATRON = Unsupported("models are trained with FSDP2; set strategy=fsdp and remove the Megatron keys")
+_REF_ROUTING = Unsupported(
+    f"the reference policy chooses its own experts; set {_ARR}.actor.router_replay and leave this disabled",
+    (None, False, "disabled"),
+    ("mode",),
+)
+_ROUTE_FILE = Unsupported("experts are recorded in the batch, not in files; set null")
+_NO_WSD = "schedules are constant, linear and cosine; set lr_scheduler_type to one of them"
 _OTHER_PROGRAM = Unsupported("it is a key of `lockstep generate` and `lockstep eval`; remove it to train")
 _OWN_MANAGER = Unsupported(
     "select your own reward manager with reward_model.reward_manager=path/to/file.py:Class",
@@ -161,7 +173,9 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     f"{_ARR}.rollout.pipeline_model_parallel_size": _ONE_WORKER,
     f"{_ARR}.rollout.skip_rollout": Unsupported("every step generates; set false"),
     f"{_ARR}.rollout.scheduling_policy": Unsupported("requests run in order of arrival; set fcfs", (None, "fcfs")),
-    f"{_ARR}.rollout.enable_rollout_routing_replay": Unsupported("expert routing is not recorded; set false"),
+    f"{_ARR}.actor.router_replay.record_file": _ROUTE_FILE,
+    f"{_ARR}.actor.router_replay.replay_file": _ROUTE_FILE,
+    f"{_ARR}.ref.router_replay": _REF_ROUTING,
     f"{_ARR}.rollout.trace": Unsupported(
         "there is no tracing service; set trainer.rollout_data_dir to write every rollout", switches=("backend",)
     ),
@@ -171,9 +185,6 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     f"{_ARR}.actor.freeze_vision_tower": Unsupported("only text models are supported; remove it"),
     "global_profiler.global_tool_config.torch_memory.kw_args": Unsupported(
         "set context, stacks or trace_alloc_max_entries next to it", (None, {})
-    ),
-    "trainer.default_hdfs_dir": Unsupported(
-        "checkpoints are written to local or mounted folders; set trainer.default_local_dir"
     ),
     "trainer.del_local_ckpt_after_load": Unsupported("checkpoints are kept after loading; set false"),
     "trainer.esi_redundant_time": Unsupported("the end of a cloud instance is not detected; set 0", (None, False, 0)),
@@ -200,9 +211,8 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
 }
 UNSUPPORTED_KEYS |= _in_each(
     _ROLES,
-    {"megatron": _MEGATRON, "load_weight": Unsupported(_MEGATRON.reason, (None, False, True))},
+    {"load_weight": Unsupported("weights are always loaded from the model's path; set true", (None, True))},
 )
-UNSUPPORTED_KEYS |= _in_each(_ROLES[:2], {"router_replay": _ROUTING})
 UNSUPPORTED_KEYS |= _in_each(
     _MODELS[:2],
     {
@@ -217,7 +227,9 @@ UNSUPPORTED_KEYS |= _in_each(
 UNSUPPORTED_KEYS |= _in_each(
     _ENGINES,
     {
-        "strategy": Unsupported("models are trained with FSDP2; set fsdp", (None, "fsdp", "fsdp2")),
+        "strategy": Unsupported(
+            "these are settings of FSDP2; select the engine by strategy of the role", (None, "fsdp", "fsdp2")
+        ),
         "full_determinism": Unsupported("GPU kernels are not forced to be deterministic; set false"),
     },
 )
@@ -225,21 +237,15 @@ UNSUPPORTED_KEYS |= _in_each(
     _OPTIMIZERS,
     {
         "optimizer_impl": Unsupported("the optimizer is torch.optim.AdamW; set torch.optim", (None, "torch.optim")),
-        "override_optimizer_config": Unsupported("set the keys next to this one (betas, weight_decay)"),
-        **dict.fromkeys(
-            (
-                "lr_warmup_init",
-                "lr_decay_steps",
-                "lr_decay_style",
-                "min_lr",
-                "weight_decay_incr_style",
-                "lr_wsd_decay_style",
-                "lr_wsd_decay_steps",
-                "use_checkpoint_opt_param_scheduler",
-            ),
-            Unsupported(
-                "it is a key of Megatron; set lr_scheduler_type, lr_warmup_steps and min_lr_ratio", (None, False, 0)
-            ),
+        "override_optimizer_config": Unsupported(
+            "set the keys next to this one (betas, weight_decay), and optimizer_offload of the engine"
+        ),
+        "lr_warmup_init": Unsupported("the warm-up begins at 0; set 0", (None, 0)),
+        "weight_decay_incr_style": Unsupported("weight decay is constant; set constant", (None, "constant")),
+        "lr_wsd_decay_style": Unsupported(_NO_WSD, (None, "exponential")),
+        "lr_wsd_decay_steps": Unsupported(_NO_WSD, (None,)),
+        "use_checkpoint_opt_param_scheduler": Unsupported(
+            "on resume the schedule has its position from the checkpoint and its settings from the config; set false"
         ),
     },
 )
@@ -247,9 +253,6 @@ UNSUPPORTED_KEYS |= _in_each(
 _SAMPLED_KL = f"KL is estimated from the sampled tokens; set one of {', '.join(KL_ESTIMATORS)}"
 
 UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
-    f"{section}.strategy": dict.fromkeys(("megatron", "deepspeed"), "models are trained with FSDP2; set fsdp")
-    for section in _ROLES
-} | {
     f"{_ARR}.rollout.name": {"trtllm": "set embedded, hf, vllm, sglang, tgi or server"},
     "trainer.device": {"npu": "training runs on cuda and cpu"},
     "global_profiler.tool": dict.fromkeys(("npu", "precision_debugger"), "set torch, nsys or torch_memory"),
@@ -260,11 +263,6 @@ UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
     f"{_ARR}.actor.kl_loss_type": {"full": _SAMPLED_KL},
 }
 
-UNSUPPORTED_FILES: dict[str, str] = dict.fromkeys(
-    ("megatron", "megatron_actor", "megatron_critic", "ppo_megatron_trainer"),
-    f"{NOT_SUPPORTED}: models are trained with FSDP2; use ppo_trainer and fsdp",
-)
-
 _ALWAYS_CHUNKED = "entropy and log-probs are always computed in chunks"
 _NO_COMPILE = "torch.compile is not used"
 _FUSED = "log-probs are always computed without the full logits"
@@ -272,6 +270,8 @@ _OTHER_ENGINE = "it tunes an engine with its own copy of the weights"
 _NO_SHM = "files are not copied to shared memory"
 _TEXT = "prompts are text only"
 _NPU = "training runs on cuda and cpu"
+_NO_BRIDGE = "weights are converted by names and layouts of our own"
+_FROM_PATH = "weights are loaded from the model's path, and checkpoints have one format for all engines"
 
 NO_EFFECT: dict[str, str] = {
     f"{_ARR}.actor.use_prefix_grouper": "a prompt shared by several samples is always computed once (packed sequences)",
@@ -325,6 +325,21 @@ NO_EFFECT |= _in_each(
     {
         "use_orig_params": "FSDP2 always keeps the original parameters",
         "forward_only": "the role decides whether a model is trained",
+    },
+)
+NO_EFFECT |= _in_each(
+    _MEGATRON,
+    {
+        "use_mbridge": _NO_BRIDGE,
+        "vanilla_mbridge": _NO_BRIDGE,
+        "use_dist_checkpointing": _FROM_PATH,
+        "dist_checkpointing_path": _FROM_PATH,
+        "dist_checkpointing_prefix": _FROM_PATH,
+        "dist_ckpt_optim_fully_reshardable": _FROM_PATH,
+        "distrib_optim_fully_reshardable_mem_efficient": _FROM_PATH,
+        "forward_only": "the role decides whether a model is trained",
+        "use_remove_padding": "Megatron's rows are always packed",
+        "override_mcore_model_config": "set override_transformer_config, or override_config of the model",
     },
 )
 NO_EFFECT |= _in_each(_MODELS, {"use_shm": _NO_SHM})

@@ -25,7 +25,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.batch_sizes import BATCH, MINI, ONE_UPDATE, unset_sizes
-from lockstep.config.compat import UNSUPPORTED_FILES
 from lockstep.config.derived_defaults import derived_defaults
 from lockstep.config.environment import RootConfig
 from lockstep.config.errors import NO_VALUE, ConfigError, Problem, show
@@ -250,7 +249,9 @@ def _locate(name: str, config_dir: str | Path | None) -> tuple[str, Path | None]
             "--config-path=config: there is no such folder here, so the built-in files are used, as verl uses its own"
         )
         folder, name = None, name.removesuffix(".yaml")
-    if Path(name).parent != Path(".") or (folder is None and Path(name).suffix in (".yaml", ".yml")):
+    is_preset = (PRESETS / name).is_file() and not Path(name).is_file()
+    is_file_here = folder is None and Path(name).suffix in (".yaml", ".yml") and not is_preset
+    if Path(name).parent != Path(".") or is_file_here:
         path = (folder / name if folder else Path(name)).expanduser()
         name, folder = path.name, path.parent
     name = name.removesuffix(".yaml").removesuffix(".yml")
@@ -261,7 +262,7 @@ def _locate(name: str, config_dir: str | Path | None) -> tuple[str, Path | None]
         known = sorted({file.stem for place in places for file in place.glob("*.yaml")})
         where = " and ".join(str(place) for place in places)
         message = f"no {name}.yaml in {where}. Known: {', '.join(known)}."
-        raise ConfigError([Problem("--config-name", name, UNSUPPORTED_FILES.get(name, message))])
+        raise ConfigError([Problem("--config-name", name, message)])
     return name, folder.resolve() if folder else None
 
 
@@ -313,7 +314,7 @@ def _split(
             values.append(override)
         else:
             message = f"no such preset. Known: {', '.join(options)}." if options else "is a section; set its keys."
-            settings.problems.append(Problem(name, choice, UNSUPPORTED_FILES.get(str(choice), message)))
+            settings.problems.append(Problem(name, choice, message))
     return presets, values
 
 

@@ -6,6 +6,8 @@ from omegaconf import II
 
 from lockstep.config.actor_rollout_ref import LossAggMode
 from lockstep.config.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
+from lockstep.config.deepspeed import DeepSpeedEngineConfig
+from lockstep.config.megatron import FollowingMcoreEngineConfig
 from lockstep.config.model import CheckpointConfig, CriticModelConfig, FSDPOptimizerConfig
 from lockstep.config.profiler import ProfilerConfig
 
@@ -23,9 +25,12 @@ class CriticConfig:
     enable: bool | None = None
     """Train a critic; null trains one if `algorithm.adv_estimator` needs values."""
     strategy: str = II(f"{_ACTOR}.strategy")
-    """Training engine: fsdp or fsdp2 (both mean FSDP2), or your own as path/to/file.py:Class (docs/extending.md)."""
+    """Training engine: fsdp or fsdp2 (both mean FSDP2), megatron (docs/megatron.md), deepspeed (docs/deepspeed.md), or your own as
+    path/to/file.py:Class (docs/extending.md)."""
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     optim: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
+    megatron: FollowingMcoreEngineConfig = field(default_factory=FollowingMcoreEngineConfig)
+    deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
     ppo_mini_batch_size: PositiveInt = II(f"{_ACTOR}.ppo_mini_batch_size")
     """Prompts per optimizer step (times `rollout.n` sequences)."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None

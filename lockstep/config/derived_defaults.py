@@ -24,6 +24,7 @@ _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout
 _ROLLOUT = "actor_rollout_ref.rollout"
 _FREE_CACHE = f"{_ROLLOUT}.free_cache_engine"
 _SERVER = f"{_ROLLOUT}.server"
+_ROUTES = f"{_ROLLOUT}.enable_rollout_routing_replay"
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -42,6 +43,7 @@ IF_SET = (
     BATCH,
     MINI,
     _FREE_CACHE,
+    _ROUTES,
     f"{_CORRECTION}.bypass_mode",
     f"{_CORRECTION}.rollout_is",
     f"{_ROLLOUT}.mode",
@@ -84,6 +86,8 @@ def derived_defaults(
         derived[_FREE_CACHE] = False  # nobody else uses the memory
     if values.get(f"{_SERVER}.reload_command") and values.get(f"{_SERVER}.weights_folder") is None:
         derived[f"{_SERVER}.weights_folder"] = "${trainer.default_local_dir}/rollout_weights"
+    if values.get("actor_rollout_ref.actor.router_replay.mode") == "R3" and _ROUTES not in values:
+        derived[_ROUTES] = True
     single = values.get("trainer.async_mode") is not None or values.get(f"{_ROLLOUT}.over_sample_rate")
     if single and f"{_ROLLOUT}.mode" not in values:
         derived[f"{_ROLLOUT}.mode"] = "async"  # both need single requests

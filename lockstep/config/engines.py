@@ -29,6 +29,7 @@ class RolloutEngineInfo:
     server_kind:     the only protocol of these servers.
     cuts_log_probs:  see `CutLogProbs`; of servers `SERVER_KINDS` tells, if the config names their kind.
     fills_memory:    the KV cache takes all that `gpu_memory_utilization` leaves after the weights, even if sequences need less.
+    records_routes:  returns the experts that computed each token (`enable_rollout_routing_replay`).
     package:         the package that it imports. if_missing: what to do if that is not installed.
     unread:          keys of `rollout`, and sections with a final dot, that it does not read.
     """
@@ -42,6 +43,7 @@ class RolloutEngineInfo:
     server_kind: str | None = None
     cuts_log_probs: CutLogProbs = "never"
     fills_memory: bool = False
+    records_routes: bool = False
     package: str | None = None
     if_missing: str = ""
     unread: tuple[str, ...] = ()
@@ -52,15 +54,22 @@ class TrainEngineInfo:
     """A training engine, selected by `actor.strategy`, also of other roles.
 
     engine:            its class as `module:Class`, if it is built in.
+    section:           its settings, in the section of the role or of the role's model.
     takes_adapters:    trains LoRA adapters (`lora_rank`).
     is_distributed:    can run on several ranks.
     sequence_parallel: several ranks can split a sequence (`ulysses_sequence_parallel_size`).
+    reads_routers:     can replay and balance the experts of tokens (`router_replay`, `router_aux_loss_coef`).
+    package:           the package that it imports. if_missing: what to do if that is not installed.
     """
 
     engine: str = ""
+    section: str = "fsdp_config"
     takes_adapters: bool = True
     is_distributed: bool = True
     sequence_parallel: bool = True
+    reads_routers: bool = False
+    package: str | None = None
+    if_missing: str = ""
 
 
 _ONLY_VLLM = ("quantization", "engine_kwargs", "disable_log_stats")
@@ -78,6 +87,8 @@ _ROLLOUT = {
         "lockstep.engines.rollout.embedded.engine:EmbeddedEngine",
         shares_weights=True,
         takes_adapters=True,
+        tensor_parallel=True,
+        records_routes=True,
         if_too_large="vllm",
         unread=_IN_PROCESS,
     ),
@@ -128,8 +139,28 @@ SERVER_KINDS = {
     "openai": ServerKind("OpenAI"),
     "tgi": ServerKind("TGI", cuts_log_probs="always", lacks=(("min_p", 0.0), ("ignore_eos", False))),
 }
-_FSDP = TrainEngineInfo("lockstep.engines.train.fsdp:FsdpEngine")
-_TRAIN = {"fsdp": _FSDP, "fsdp2": _FSDP}
+_FSDP = TrainEngineInfo("lockstep.engines.train.fsdp:FsdpEngine", reads_routers=True)
+_TRAIN = {
+    "fsdp": _FSDP,
+    "fsdp2": _FSDP,
+    "megatron": TrainEngineInfo(
+        "lockstep.engines.train.megatron.engine:MegatronEngine",
+        section="megatron",
+        takes_adapters=False,
+        sequence_parallel=False,
+        package="megatron.core",
+        if_missing='needs megatron-core: pip install "lockstep-rl[megatron]"',
+    ),
+    "deepspeed": TrainEngineInfo(
+        "lockstep.engines.train.deepspeed:DeepSpeedEngine",
+        section="deepspeed",
+        takes_adapters=False,
+        sequence_parallel=False,
+        reads_routers=True,
+        package="deepspeed",
+        if_missing='needs DeepSpeed: pip install "lockstep-rl[deepspeed]"',
+    ),
+}
 
 Info = TypeVar("Info", RolloutEngineInfo, TrainEngineInfo)
 

@@ -32,6 +32,7 @@ def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]
         checks.adapters(values, "model"),
         checks.rollout_engine(values, "rollout"),
         _tensor_parallel(values),
+        _generating_workers(values),
         checks.sampling(values, "rollout"),
         _output(values, "data.output_path", ".parquet", ".jsonl", required=True),
         _max_model_len(values),
@@ -87,6 +88,12 @@ def _tensor_parallel(values: Values) -> Iterator[Problem]:
     if ROLLOUT_ENGINES.info(values["rollout.name"]).tensor_parallel and ranks > 0 and workers % ranks:
         message = f"does not divide the number of workers ({workers}); set a divisor"
         yield Problem(key, ranks, message, also=sizes)
+
+
+def _generating_workers(values: Values) -> Iterator[Problem]:
+    if (count := values["rollout.n_gpus"]) is not None:
+        message = "all workers generate; set null, and trainer.n_gpus_per_node to the number of workers"
+        yield Problem("rollout.n_gpus", count, message, also=("trainer.n_gpus_per_node",))
 
 
 def _max_model_len(values: Values) -> Iterator[Problem]:

@@ -82,6 +82,8 @@ class FSDPOptimizerConfig:
     """Length of the schedule in training steps; -1 for the length of the run."""
     min_lr_ratio: UnitFloat = 0.0
     """Cosine and linear: final learning rate as a fraction of the peak."""
+    min_lr: NonNegativeFloat = 0.0
+    """Cosine and linear: final learning rate; the larger of it and `min_lr_ratio` counts."""
     num_cycles: float = 0.5
     """Cosine: number of periods; 0.5 decays once from the peak."""
     weight_decay: NonNegativeFloat = 0.01
@@ -99,12 +101,34 @@ class WrapPolicyConfig:
 
 
 @dataclass(frozen=True)
-class FSDPEngineConfig:
-    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
+class TrainEngineConfig:
+    """What the section of every training engine has."""
+
     param_offload: bool = False
     """Keep parameters in host memory between the phases that use them (no effect on CPU)."""
     optimizer_offload: bool = False
     """Keep optimizer state in host memory; each optimizer step streams it through the device (no effect on CPU)."""
+    model_dtype: Dtype = "fp32"
+    """Dtype of the master weights and of the optimizer's state: float32, or bfloat16 with stochastic rounding."""
+    dtype: Dtype = "auto"
+    """Dtype of the compute copy: auto is bfloat16 on CUDA and float32 on CPU; float16 uses dynamic loss scaling."""
+    seed: NonNegativeInt = 42
+    """Seed of new parameters (the value head) and of stochastic rounding."""
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that compute on the same rows; one such group is one data-parallel rank."""
+        return 1
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Of these, the ranks that hold different tokens of a sequence."""
+        return 1
+
+
+@dataclass(frozen=True)
+class FSDPEngineConfig(TrainEngineConfig):
+    wrap_policy: WrapPolicyConfig = field(default_factory=WrapPolicyConfig)
     offload_policy: bool = False
     """FSDP2's own CPU offload: parameters live in host memory and stream in layer by layer."""
     reshard_after_forward: bool = True
@@ -113,20 +137,16 @@ class FSDPEngineConfig:
     """Ranks in one shard group; -1 for all."""
     forward_prefetch: bool = False
     """Gather the next layer's parameters while the current one computes."""
-    model_dtype: Dtype = "fp32"
-    """Dtype of the master weights and of the optimizer's state: float32, or bfloat16 with stochastic rounding."""
-    dtype: Dtype = "auto"
-    """Dtype of the compute copy: auto is bfloat16 on CUDA and float32 on CPU; float16 uses dynamic loss scaling."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Ranks that split each sequence (Ulysses)."""
-    seed: NonNegativeInt = 42
-    """Seed of new parameters (the value head) and of stochastic rounding."""
 
+    @property
+    def ranks_per_row(self) -> int:
+        return self.ulysses_sequence_parallel_size
 
-def sequence_parallel_size(section: Any) -> int:
-    """Ranks that split each sequence; the key may be set in the section or in its engine's."""
-    engine = section.model.fsdp_config if hasattr(section, "model") else section.fsdp_config
-    return max(section.ulysses_sequence_parallel_size, engine.ulysses_sequence_parallel_size)
+    @property
+    def ranks_per_sequence(self) -> int:
+        return self.ulysses_sequence_parallel_size
 
 
 @dataclass(frozen=True)

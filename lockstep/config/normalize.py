@@ -196,10 +196,10 @@ def _is_section_of_tables(tables: Tables, name: str) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Whether a setting without effect needs no notice: null, false, an interpolation, or a section of such."""
+    """Whether a setting without effect needs no notice: null, false, empty, an interpolation, or a section of such."""
     if isinstance(value, Mapping):
         return all(map(_is_off, value.values()))
-    return value is None or value is False or (isinstance(value, str) and value.startswith("${"))
+    return value is None or value is False or value == "" or (isinstance(value, str) and value.startswith("${"))
 
 
 def _unknown(cls: type, value: Any, written: str, name: str) -> Problem:
@@ -226,4 +226,18 @@ def _normalize_value(cls: type, name: str, value: Any, layer: Layer) -> Any:
     if isinstance(value, str) and value in others:
         layer.notices.append(f"{name}={value} is read as {others[value]}")
         return others[value]
+    if name.endswith(".override_config") and isinstance(value, Mapping):
+        return _flat_override_config(value)
     return value
+
+
+def _flat_override_config(value: Mapping[str, Any]) -> dict[str, Any]:
+    """`override_config` of a model as verl's Megatron files write it: without `model_config` around its entries, and without a
+    `moe_config` that changes nothing."""
+    entries = dict(value)
+    if isinstance(inner := entries.get("model_config"), Mapping):
+        entries = {**entries, **inner}
+        del entries["model_config"]
+    if isinstance(moe := entries.get("moe_config"), Mapping) and not any(moe.values()):
+        del entries["moe_config"]
+    return entries

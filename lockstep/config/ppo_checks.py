@@ -13,6 +13,8 @@ from lockstep.config.checks import SEPARATE, Values
 from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES
 from lockstep.config.errors import ConfigError, Problem
 from lockstep.config.estimators import BATCH_INPUTS, PARAMETERS, required_inputs
+from lockstep.config.megatron import McoreEngineConfig
+from lockstep.config.megatron_checks import EXPERT_SIZES, SIZES, difference, layout_problems
 from lockstep.config.placement import ROLES, Pools, TooFewWorkers, needed_models, pools_of
 from lockstep.config.plugin_settings import LOSS_KEY, setting_problems
 from lockstep.config.policy_loss import LOSS_NAMES
@@ -20,6 +22,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.roles import SECTIONS, sections_of
 from lockstep.config.run_names import earlier_default
 from lockstep.config.schema import defaults, flat_values, get_in, keys, out_of_bounds
+from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.config.without_effect import without_effect
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -43,10 +46,12 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         _names(values),
         checks.fixed_values(values),
         _files(values, models),
+        checks.remote_store(config),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         () if config.trainer.val_only else setting_problems(config),
-        _lengths(values),
+        _lengths(config, values),
         checks.rollout_engine(values, _ROLLOUT),
+        _routers(values),
         checks.sampling(values, _ROLLOUT, f"{_ROLLOUT}.val_kwargs"),
         _pool_keys(values),
     )
@@ -184,15 +189,18 @@ def _batches(values: Values, models: Collection[str]) -> Iterator[Problem]:
 
 
 _SIZES = ("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.placement", "resource_pool_spec")
-_POOL_SIZE_KEYS = (*_SIZES, "resource_pool_mapping", "reward_model.n", "ulysses_sequence_parallel_size", "fsdp_size")
+_POOL_SIZE_KEYS = (
+    *(*_SIZES, "resource_pool_mapping", "reward_model.n", "ulysses_sequence_parallel_size", "fsdp_size"),
+    *(*SIZES, *EXPERT_SIZES),
+)
 """Parts of keys: a problem with one of them leaves the pool sizes unknown."""
 
 
-def _lengths(values: Values) -> Iterator[Problem]:
+def _lengths(config: PPOConfig, values: Values) -> Iterator[Problem]:
     lengths = ("data.max_prompt_length", "data.max_response_length")
     longest = sum(values[name] for name in lengths)
     for switch, _, name, role in micro_batches.RL.values():
-        ranks = max(values[f"{part}.ulysses_sequence_parallel_size"] for part in sections_of(role)[:2])
+        ranks = ranks_per_sequence(sections_of(role).config(config))
         if values[switch] and 0 < values[name] * ranks < longest:
             message = f"a sequence can have {longest} tokens (data.max_prompt_length + data.max_response_length)"
             yield Problem(name, values[name], f"{message}; set {-(-longest // ranks)} or more", also=lengths)
@@ -204,6 +212,33 @@ def _lengths(values: Values) -> Iterator[Problem]:
     if values[f"{_ROLLOUT}.prompt_length"] < values["data.max_prompt_length"]:
         message = f"is less than data.max_prompt_length={values['data.max_prompt_length']}; set only that key"
         yield Problem(f"{_ROLLOUT}.prompt_length", values[f"{_ROLLOUT}.prompt_length"], message, also=lengths)
+
+
+def _routers(values: Values) -> Iterator[Problem]:
+    """Recording, replaying and balancing the experts of tokens."""
+    mode_key, record_key = f"{_ACTOR}.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
+    loss_key, strategy_key, name_key = f"{_ACTOR}.router_aux_loss_coef", f"{_ACTOR}.strategy", f"{_ROLLOUT}.name"
+    mode, records, name = values[mode_key], values[record_key], values[name_key]
+    if mode == "R3" and not records:
+        message = f"{mode_key}=R3 replays the experts of the rollout; set true, or remove the key"
+        yield Problem(record_key, False, message, also=(mode_key,))
+    if mode == "R2" and records:
+        message = f"{mode_key}=R2 replays the experts of the old-log-prob pass; set false, or {mode_key}=R3"
+        yield Problem(record_key, True, message, also=(mode_key,))
+    if (mode == "R3" or records) and not ROLLOUT_ENGINES.info(name).records_routes:
+        key = mode_key if mode == "R3" else record_key
+        message = (
+            f"{name_key}={name} does not return the experts of its tokens; set {name_key}=embedded, or {mode_key}=R2"
+        )
+        yield Problem(key, values[key], message, also=(name_key,))
+    if TRAIN_ENGINES.info(values[strategy_key]).reads_routers:
+        return
+    advice = (
+        f"{strategy_key}={values[strategy_key]} does not give access to the routers of experts; set {strategy_key}=fsdp"
+    )
+    for key, off in ((mode_key, "disabled"), (record_key, False), (loss_key, 0)):
+        if values[key] != off:
+            yield Problem(key, values[key], f"{advice}, or {str(off).lower()}", also=(strategy_key,))
 
 
 def _pool_keys(values: Values) -> Iterator[Problem]:
@@ -259,6 +294,7 @@ def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     try:
         yield from _async_training(pools_of(config, models), values)
         yield from _ranks(pools_of(config, models), values)
+        yield from _layouts(config, pools_of(config, models))
         yield from _profiled(pools_of(config, models), values)
     except TooFewWorkers as error:
         yield Problem("trainer.placement", values["trainer.placement"], error.reason, also=_SIZES[:2])
@@ -283,6 +319,43 @@ def _unused_pools(config: PPOConfig, models: Collection[str]) -> Iterator[str]:
         yield f"resource_pool_spec.{name}: no role uses this pool"
 
 
+def _layouts(config: PPOConfig, pools: Pools) -> Iterator[Problem]:
+    """How Megatron divides the models of a pool; a layout of several roles is checked once."""
+    first: dict[str, tuple[McoreEngineConfig, str]] = {}
+    for role, pool in pools.role_pools.items():
+        sections = sections_of(role)
+        settings, section = engine_settings(sections.config(config)), sections.of_engine("megatron")
+        if role == "rollout" or not isinstance(settings, McoreEngineConfig):
+            continue
+        if pool not in first:
+            first[pool] = settings, section
+            where = f"the number of workers in {pool}"
+            yield from layout_problems(settings, section, pools.world_size(role), where, "trainer.n_gpus_per_node")
+        elif (differs := difference(settings, section, *first[pool])) is not None:
+            yield differs
+
+
+def _generating_ranks(role: str, workers: int, shared: int, values: Values) -> Iterator[Problem]:
+    """`rollout.n_gpus`: the part of the actor's workers that generate. shared: workers of a rollout engine."""
+    key, count = f"{_ROLLOUT}.n_gpus", values[f"{_ROLLOUT}.n_gpus"]
+    info = ROLLOUT_ENGINES.info(values[f"{_ROLLOUT}.name"])
+    if count is None:
+        return
+    if role == "rollout":
+        message = "the rollout has its own pool, all of whose workers generate; set null, or trainer.placement=colocate or hybrid"
+        yield Problem(key, count, message, also=("trainer.placement", "resource_pool_mapping"))
+    elif not info.shares_weights:
+        message = f"rollout.name={values[f'{_ROLLOUT}.name']} generates on all workers of the actor; set null, or name=embedded"
+        yield Problem(key, count, message, also=(f"{_ROLLOUT}.name",))
+    elif count > workers:
+        yield Problem(
+            key, count, f"is more than the {workers} workers of the actor; set at most that, or null", also=_SIZES
+        )
+    elif count % max(1, shared):
+        message = f"is not a multiple of tensor_model_parallel_size={shared}, the workers of an engine; set one"
+        yield Problem(key, count, message, also=(f"{_ROLLOUT}.tensor_model_parallel_size",))
+
+
 def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
     """How the ranks of a pool shard models and split sequences; a problem of several roles in one pool is reported once."""
     reported: set[Any] = set()
@@ -293,12 +366,15 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
         if shared > 0 and pools.world_size(role) % shared:
             message = f"does not divide the number of workers in {pool} ({pools.world_size(role)}); set a divisor"
             yield Problem(key, shared, message, also=_SIZES)
+        if "rollout" in role:
+            yield from _generating_ranks(role, pools.world_size(role), shared, values)
         if role == "rollout":
             continue
         section, engine, model, strategy = sections_of(role)
-        workers = pools.world_size(role)
+        workers, is_fsdp = pools.world_size(role), sections_of(role).engine(values) == engine
         key, engine_key = (f"{part}.ulysses_sequence_parallel_size" for part in (section, engine))
-        size, engine_size, shard = values[key], values[engine_key], values[f"{engine}.fsdp_size"]
+        size, engine_size = values[key], values[engine_key] if is_fsdp else 1
+        shard = values[f"{engine}.fsdp_size"] if is_fsdp else -1
         if size > 1 and engine_size > 1 and size != engine_size:
             yield Problem(engine_key, engine_size, f"differs from {key}={size}; set only that key", also=(key,))
             continue

@@ -6,6 +6,8 @@ from typing import Any, Literal
 from omegaconf import II
 
 from lockstep.config.bounds import NonNegativeInt, PositiveFloat, PositiveInt, Temperature
+from lockstep.config.deepspeed import DeepSpeedEngineConfig
+from lockstep.config.megatron import FollowingMcoreEngineConfig
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.config.profiler import ProfilerConfig
 
@@ -130,6 +132,8 @@ class RewardModelConfig(RewardFunctionConfig):
     strategy: str = "fsdp"
     """Engine of the forward pass, as in actor_rollout_ref.actor.strategy."""
     model: RewardModelModelConfig = field(default_factory=RewardModelModelConfig)
+    megatron: FollowingMcoreEngineConfig = field(default_factory=FollowingMcoreEngineConfig)
+    deepspeed: DeepSpeedEngineConfig = field(default_factory=DeepSpeedEngineConfig)
     micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per forward; see `actor.ppo_micro_batch_size_per_gpu`."""
     use_dynamic_bsz: bool | None = II("critic.use_dynamic_bsz")

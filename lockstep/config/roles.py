@@ -1,22 +1,49 @@
 """Role -> its sections of the config. Everything that has a key for a role asks here."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from lockstep.config.engines import TRAIN_ENGINES
 
 _ARR = "actor_rollout_ref"
+FSDP = "fsdp_config"
 
 
 class Sections(NamedTuple):
-    """role: batches, parallel sizes, profiler. engine: settings of the training engine. model: the weights. strategy: key of the
+    """role: batches, parallel sizes, profiler. fsdp: settings of the FSDP engine. model: the weights. strategy: key of the
     training engine's name."""
 
     role: str
-    engine: str
+    fsdp: str
     model: str
     strategy: str
 
+    @property
+    def owner(self) -> str:
+        """The section that has `strategy`, and the settings of the engines besides FSDP."""
+        return self.strategy.removesuffix(".strategy")
+
+    def of_engine(self, name: str) -> str:
+        """The settings of an engine. name: `TrainEngineInfo.section`."""
+        return self.fsdp if name == FSDP else f"{self.owner}.{name}"
+
+    def engine(self, values: Mapping[str, Any]) -> str:
+        """The settings of the engine that the role selects."""
+        return self.of_engine(TRAIN_ENGINES.info(values[self.strategy]).section)
+
+    def engines(self) -> dict[str, str]:
+        """The sections of all built-in engines, by their names."""
+        names = dict.fromkeys(info.section for info in TRAIN_ENGINES.built_in.values())
+        return {name: self.of_engine(name) for name in names}
+
+    def config(self, root: Any) -> Any:
+        """The section with `strategy`, of a whole config."""
+        return attrgetter(self.owner)(root)
+
 
 def _in(role: str, model: str, engine: str) -> Sections:
-    return Sections(role, f"{engine}.fsdp_config", model, f"{role}.strategy")
+    return Sections(role, f"{engine}.{FSDP}", model, f"{role}.strategy")
 
 
 SECTIONS = {

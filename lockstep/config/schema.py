@@ -180,8 +180,9 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
     """The values by key, the text of those that read environment variables, and the problems."""
     tree = defaults(cls)
     for name, value in given.items():
-        if is_mapping_key(keys(cls)[name]) and isinstance(value, Mapping):  # over the entries that it has by default
-            value = {**(get_in(tree, name, None) or {}), **value}
+        default = get_in(tree, name, None)
+        if is_mapping_key(keys(cls)[name]) and isinstance(value, Mapping) and isinstance(default, Mapping):
+            value = {**default, **value}
         set_in(tree, name, value)
     config = OmegaConf.create(tree)
     values: dict[str, Any] = {}

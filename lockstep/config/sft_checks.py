@@ -8,18 +8,22 @@ from lockstep.config import checks
 from lockstep.config.checks import Values
 from lockstep.config.engines import TRAIN_ENGINES
 from lockstep.config.errors import Problem, show
+from lockstep.config.megatron import McoreEngineConfig
+from lockstep.config.megatron_checks import layout_problems
 from lockstep.config.preference import DPOConfig
 from lockstep.config.roles import SUPERVISED
 from lockstep.config.schema import defaults, flat_values, out_of_bounds
 from lockstep.config.sft import SFTConfig, SupervisedConfig
-from lockstep.config.without_effect import Reason, notices, profiler_reasons
+from lockstep.config.train_engines import engine_settings, ranks_per_sequence
+from lockstep.config.without_effect import Reason, engine_reasons, notices, profiler_reasons
 
-_ENGINE, _STRATEGY = SUPERVISED.engine, SUPERVISED.strategy
+_ENGINE, _STRATEGY = SUPERVISED.fsdp, SUPERVISED.strategy
 _RANKS = f"{_ENGINE}.ulysses_sequence_parallel_size"
 
 NEVER_READ = {
     f"{_ENGINE}.wrap_policy.min_num_params": "models are sharded layer by layer",
     f"{_ENGINE}.param_offload": f"training is the only phase; set {_ENGINE}.offload_policy=true to keep parameters on the host",
+    f"{SUPERVISED.of_engine('megatron')}.param_offload": "training is the only phase",
 }
 """Keys that no run reads, and why."""
 
@@ -39,8 +43,9 @@ def check_supervised(config: SupervisedConfig) -> tuple[list[Problem], list[str]
         checks.python_file(values, "data.custom_cls.path"),
         checks.class_name(values, "data.custom_cls.path", "data.custom_cls.name"),
         checks.resume_path(values),
-        _ranks(values),
-        _budget(values, sequences=1 if isinstance(config, SFTConfig) else 2),
+        checks.remote_store(config),
+        _ranks(config, values),
+        _budget(config, values, sequences=1 if isinstance(config, SFTConfig) else 2),
         _dpo(values) if isinstance(config, DPOConfig) else (),
     )
     return list(problems), [*checks.run_warnings(values), *_without_effect(values, defaults(type(config)))]
@@ -52,9 +57,16 @@ def _dpo(values: Values) -> Iterator[Problem]:
         yield Problem("dpo.label_smoothing", values["dpo.label_smoothing"], message, also=("dpo.loss_type",))
 
 
-def _ranks(values: Values) -> Iterator[Problem]:
+def _ranks(config: SupervisedConfig, values: Values) -> Iterator[Problem]:
     """How the processes of torchrun shard the model and split sequences."""
-    processes, ranks, shard = int(os.environ.get("WORLD_SIZE", "1")), values[_RANKS], values[f"{_ENGINE}.fsdp_size"]
+    processes, settings = int(os.environ.get("WORLD_SIZE", "1")), engine_settings(config.model)
+    if isinstance(settings, McoreEngineConfig):
+        where, key_of_processes = "the number of processes", "torchrun's --nproc_per_node"
+        section = SUPERVISED.of_engine("megatron")
+        yield from layout_problems(settings, section, processes, where, key_of_processes)
+    ranks, shard = values[_RANKS], values[f"{_ENGINE}.fsdp_size"]
+    if SUPERVISED.engine(values) != _ENGINE:
+        return  # a notice says that these keys have no effect
     if ranks < 1 or shard < -1 or shard == 0:
         return  # reported by `out_of_bounds`
     yield from checks.engine_ranks(values, _STRATEGY, processes, ranks, _RANKS)
@@ -69,9 +81,9 @@ def _ranks(values: Values) -> Iterator[Problem]:
         yield Problem(f"{_ENGINE}.fsdp_size", shard, message)
 
 
-def _budget(values: Values, sequences: int) -> Iterator[Problem]:
+def _budget(config: SupervisedConfig, values: Values, sequences: int) -> Iterator[Problem]:
     """sequences: how many of them share a micro-batch in any case."""
-    ranks, longest = values[_RANKS], sequences * values["data.max_length"]
+    ranks, longest = ranks_per_sequence(config.model), sequences * values["data.max_length"]
     budget = values["data.max_token_len_per_gpu"]
     if values["data.use_dynamic_bsz"] and ranks > 0 and 0 < budget * ranks < longest:
         what = "a sequence" if sequences == 1 else "the two sequences of a pair"
@@ -83,7 +95,7 @@ def _without_effect(values: Values, default: Values) -> Iterator[str]:
     discrete = tuple(f"global_profiler.global_tool_config.{tool}.discrete" for tool in ("torch", "nsys"))
     of_profiler = profiler_reasons(values, ("profiler",), is_on_ray=False)
     profiled_whole: Reason = (True, "a step is profiled as a whole", discrete)
-    yield from notices((*of_profiler, profiled_whole), values, default)
+    yield from notices((*of_profiler, profiled_whole, *engine_reasons(values, [SUPERVISED])), values, default)
     reasons = dict(NEVER_READ)
     if values["data.use_dynamic_bsz"]:
         reasons["data.micro_batch_size_per_gpu"] = "data.use_dynamic_bsz fills micro-batches by tokens"

@@ -5,13 +5,16 @@ Preference training, which verl does not have, understands the same spellings of
 
 from lockstep.config import compat
 from lockstep.config.compat import Tables, Unsupported, moved
+from lockstep.config.megatron import McoreEngineConfig
+from lockstep.config.model import FSDPEngineConfig
+from lockstep.config.schema import keys
 
 _SECTIONS = {
     "actor_rollout_ref.model.": "model.",
     "actor_rollout_ref.actor.fsdp_config.": "model.fsdp_config.",
+    "actor_rollout_ref.actor.megatron.": "model.megatron.",
     "actor_rollout_ref.actor.optim.": "optim.",
     "actor_rollout_ref.actor.strategy": "model.strategy",
-    "trainer.default_hdfs_dir": "trainer.default_hdfs_dir",
     "trainer.device": "trainer.device",
     "trainer.logger": "trainer.logger",
     "data.use_shm": "data.use_shm",
@@ -20,10 +23,15 @@ _SECTIONS = {
 """Where PPO has a section or key that means the same here."""
 
 
+_MEGATRON = sorted(keys(McoreEngineConfig).keys() - keys(FSDPEngineConfig).keys())
+"""What the section `engine` of verl has only with Megatron."""
+
 ALIASES = {
     "model.partial_pretrain": "model.path",
     "model.fsdp_config.cpu_offload": "model.fsdp_config.offload_policy",
     "engine": "model.fsdp_config",
+    "model.fsdp_config.strategy": "model.strategy",
+    **{f"model.fsdp_config.{key}": f"model.megatron.{key}" for key in _MEGATRON},
     "checkpoint": "trainer.checkpoint",
     "use_remove_padding": "model.use_remove_padding",
     "ulysses_sequence_parallel_size": "model.fsdp_config.ulysses_sequence_parallel_size",
@@ -41,7 +49,7 @@ ALIASES = {
 }
 
 UNSUPPORTED_KEYS = {
-    **moved(compat.UNSUPPORTED_KEYS, _SECTIONS),
+    **{key: entry for key, entry in moved(compat.UNSUPPORTED_KEYS, _SECTIONS).items() if key not in ALIASES},
     "trainer.profile_interval": Unsupported("set trainer.profile_steps to the steps to profile", (None, [-1, -1])),
 }
 
@@ -57,6 +65,7 @@ NO_EFFECT = {
 
 TABLES = Tables(
     ALIASES,
+    moved(compat.VALUE_ALIASES, _SECTIONS),
     unsupported_keys=UNSUPPORTED_KEYS,
     unsupported_values=moved(compat.UNSUPPORTED_VALUES, _SECTIONS),
     no_effect=NO_EFFECT,
@@ -68,6 +77,7 @@ PREFERENCE_TABLES = Tables(
         for name, target in ALIASES.items()
         if target == "data.micro_batch_size_per_gpu" or "data." not in target
     },
+    moved(compat.VALUE_ALIASES, _SECTIONS),
     unsupported_keys=UNSUPPORTED_KEYS,
     unsupported_values=moved(compat.UNSUPPORTED_VALUES, _SECTIONS),
     no_effect=NO_EFFECT,

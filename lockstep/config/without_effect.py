@@ -1,16 +1,18 @@
 """Settings that a run accepts but does not read: `without_effect` gives one notice per reason."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import fields
 from itertools import chain
 from typing import Any
 
 from lockstep.config import micro_batches
 from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.config.engines import ROLLOUT_ENGINES
+from lockstep.config.model import TrainEngineConfig
 from lockstep.config.placement import controller_of, need_reference_policy, pools_of
 from lockstep.config.policy_loss import BUILT_IN_LOSSES
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.roles import SECTIONS
+from lockstep.config.roles import SECTIONS, Sections
 from lockstep.config.schema import defaults, get_in
 
 Values = Mapping[str, Any]
@@ -25,15 +27,21 @@ _REF = "actor_rollout_ref.ref"
 LORA_SETTINGS = ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path", "load_in_4bit")
 
 NEVER_READ = {
-    **{f"{role.engine}.wrap_policy.min_num_params": "models are sharded layer by layer" for role in SECTIONS.values()},
+    **{f"{role.fsdp}.wrap_policy.min_num_params": "models are sharded layer by layer" for role in SECTIONS.values()},
     **{
-        f"{SECTIONS[role].engine}.{name}": f"the {what} is not trained{more}"
+        f"{engine}.{name}": f"the {what} is not trained{more}"
         for role, what in (("ref", "reference policy"), ("rm", "reward model"))
+        for engine in SECTIONS[role].engines().values()
         for name, more in (
             ("optimizer_offload", ""),
             ("seed", ""),
-            ("model_dtype", f" and computes in {SECTIONS[role].engine}.dtype"),
+            ("model_dtype", f" and computes in {engine}.dtype"),
         )
+    },
+    **{
+        f"{SECTIONS[role].of_engine('megatron')}.{name}": f"the {what} is not trained"
+        for role, what in (("ref", "reference policy"), ("rm", "reward model"))
+        for name in ("grad_offload", "use_distributed_optimizer", "override_ddp_config")
     },
     "reward_model.model.enable_gradient_checkpointing": "the reward model is not trained",
     **{f"reward_model.model.{name}": "the reward model is not trained" for name in ("lora_rank", *LORA_SETTINGS)},
@@ -60,9 +68,11 @@ def without_effect(config: PPOConfig, values: Values, models: Collection[str]) -
         _policy_loss(values),
         _batches(values),
         _optimizers(values),
+        engine_reasons(values, [SECTIONS[role] for role in ("actor", *models)]),
         never_read,
     )
     yield from notices(reasons, values, defaults(PPOConfig))
+    yield from _own_attention(values)
 
 
 def notices(reasons: Iterable[Reason], values: Values, tree: Mapping[str, Any]) -> Iterator[str]:
@@ -91,13 +101,17 @@ def _roles(config: PPOConfig, values: Values, models: Collection[str]) -> Iterat
     no_reference = f"there is no KL term ({_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward are false)"
     yield not need_reference_policy(config), no_reference, reference
     adapters_off = "with actor_rollout_ref.model.lora_rank the reference is the actor with its adapters off"
-    ref_engine = (f"{_REF}.fsdp_config.", f"{_REF}.ulysses_sequence_parallel_size")
+    ref_engine = (
+        *(f"{section}." for section in SECTIONS["ref"].engines().values()),
+        f"{_REF}.ulysses_sequence_parallel_size",
+    )
     yield "ref" not in models, adapters_off, ref_engine
     for section in ("actor_rollout_ref.model", "critic.model"):
         settings = tuple(f"{section}.{name}" for name in LORA_SETTINGS)
         yield not values[f"{section}.lora_rank"], f"{section}.lora_rank is 0", settings
     reward_keys = tuple(f"reward_model.{name}" for name in (*_REWARD_POOL, *_REWARD_BATCHES))
-    yield "rm" not in models, "reward_model.enable is false", ("reward_model.model.", *reward_keys)
+    rm_sections = ("reward_model.model.", *(f"{section}." for section in SECTIONS["rm"].engines().values()))
+    yield "rm" not in models, "reward_model.enable is false", (*rm_sections, *reward_keys)
     sources = [entry.get("source") for entry in values["reward_model.ensemble"].values()]
     no_judge = "nothing is judged; set reward_model.judge.enable=true"
     yield not (values["reward_model.judge.enable"] or "judge" in sources), no_judge, ("reward_model.judge.",)
@@ -181,10 +195,32 @@ def _batches(values: Values) -> Iterator[Reason]:
 def _optimizers(values: Values) -> Iterator[Reason]:
     for section in (f"{_ACTOR}.optim", "critic.optim"):
         schedule = values[f"{section}.lr_scheduler_type"]
-        yield schedule == "constant", f"{section}.lr_scheduler_type is constant", (f"{section}.min_lr_ratio",)
+        floors = (f"{section}.min_lr_ratio", f"{section}.min_lr")
+        yield schedule == "constant", f"{section}.lr_scheduler_type is constant", floors
         yield schedule != "cosine", f"{section}.lr_scheduler_type is {schedule}", (f"{section}.num_cycles",)
         ratio = (f"{section}.lr_warmup_steps_ratio",)
         yield values[f"{section}.lr_warmup_steps"] >= 0, f"{section}.lr_warmup_steps is set", ratio
+
+
+def engine_reasons(values: Values, roles: Iterable[Sections]) -> Iterator[Reason]:
+    """Settings of engines that a role does not select. What every engine has is to be set in the selected one's section."""
+    for role in roles:
+        selected, reason = role.engine(values), f"{role.strategy} is {values[role.strategy]}"
+        for section in role.engines().values():
+            for name in (field.name for field in fields(TrainEngineConfig)):
+                yield section != selected, f"{reason}; set {selected}.{name}", (f"{section}.{name}",)
+            yield section != selected, reason, (f"{section}.",)
+        is_megatron = selected == role.of_engine("megatron")
+        yield is_megatron, "Megatron's rows are always packed", (f"{role.model}.use_remove_padding",)
+
+
+def _own_attention(values: Values) -> Iterator[str]:
+    """An entry that every Megatron file of verl has."""
+    key = "override_transformer_config"
+    actor, *others = (sections.of_engine("megatron") for sections in SECTIONS.values())
+    for section in (actor, *(other for other in others if values[f"{other}.{key}"] != values[f"{actor}.{key}"])):
+        if backend := values[f"{section}.{key}"].get("attention_backend"):
+            yield f"{section}.{key}.attention_backend={backend} has no effect: attention is our own, with packed rows"
 
 
 def profiler_reasons(values: Values, sections: Collection[str], is_on_ray: bool) -> Iterator[Reason]:

@@ -33,6 +33,7 @@ from lockstep.kernels.ops import (
     rotary,
 )
 from lockstep.models.attention import AttentionContext, LayerOptions
+from lockstep.models.tensor_group import TensorGroup
 
 Rope = tuple[Tensor, Tensor]
 
@@ -64,7 +65,10 @@ class LayerForm:
 
 
 class DecoderLayer(GradientCheckpointingLayer):
-    """layer: the transformers layer that this one replaces; both have the same children."""
+    """layer: the transformers layer that this one replaces; both have the same children.
+
+    tensor_group: ranks that hold the weights together (`models/split_weights.py`); heads are counted per rank then.
+    """
 
     self_attn: Any
     mlp: Any
@@ -87,6 +91,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.use_rope = getattr(attention, "use_rope", True) and (form.rope_on == "all" or self.window is not None)
         self.residual_multiplier: float = getattr(layer, "residual_multiplier", 1.0)
         self.activation = gate_activation(layer.mlp, config)
+        self.tensor_group: TensorGroup | None = None
 
     def forward(
         self,
@@ -126,8 +131,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         """The attention's output, added to `stream` if given."""
         attended = self._attend(x, rope, context)
         project = self.self_attn.o_proj
-        out: Tensor = project(attended) if stream is None else add_linear(stream, attended, project)
-        return out
+        out: Tensor = project(attended) if stream is None else add_linear(self._once(stream), attended, project)
+        return self._sum(out)
 
     def _attend(self, x: Tensor, rope: Rope | None, context: AttentionContext) -> Tensor:
         """x (B, T, E) -> (B, T, H * D), before the output projection."""
@@ -158,11 +163,20 @@ class DecoderLayer(GradientCheckpointingLayer):
         mlp = self.mlp
         if self.activation is None:
             out = mlp(x)
-            out = out[0] if isinstance(out, tuple) else out
+            out = self._sum(out[0] if isinstance(out, tuple) else out)
             return out if stream is None else stream + out
         names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
         gate_up = joint_linear(x, [getattr(mlp, name) for name in names])
-        return gated_linear(gate_up, mlp.down_proj, self.activation, stream)
+        own_stream = None if stream is None else self._once(stream)
+        return self._sum(gated_linear(gate_up, mlp.down_proj, self.activation, own_stream))
+
+    def _once(self, stream: Tensor) -> Tensor:
+        """The stream as this rank's share of it: the sum over ranks contains it once."""
+        return stream if self.tensor_group is None else self.tensor_group.once(stream)
+
+    def _sum(self, share: Tensor) -> Tensor:
+        """The sum of what the ranks computed with their weights."""
+        return share if self.tensor_group is None else self.tensor_group.sum(share)
 
     def _add(self, stream: Tensor, update: Tensor, norm_name: str) -> Tensor:
         if self.form.order in ("sandwich", "post"):
@@ -233,11 +247,11 @@ def gate_activation(mlp: Any, config: Any) -> Activation | None:
 @contextmanager
 def reference_layers(model: nn.Module) -> Iterator[None]:
     """Run transformers' own layers inside: calls without an attention context go to them, and so does the final norm."""
-    norms = [module for module in model.modules() if isinstance(module, FinalNorm)]
-    for module in norms:
+    replaced: list[Any] = [module for module in model.modules() if hasattr(module, "use_reference")]
+    for module in replaced:
         module.use_reference = True
     try:
         yield
     finally:
-        for module in norms:
+        for module in replaced:
             module.use_reference = False

@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils import logging as hf_logging
 
-from lockstep.config.model import FSDPEngineConfig, HFModelConfig
+from lockstep.config.model import HFModelConfig, TrainEngineConfig
 from lockstep.kernels.ops import Adapter
 from lockstep.models.four_bit import linears_to_quantize, rounded_to_4bit, use_4bit_linears
 from lockstep.models.known_models import attention_implementation, install_decoder_layers, why_own_forward
@@ -56,7 +56,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
-def trained_dtype(config: HFModelConfig, engine: FSDPEngineConfig, device: torch.device) -> torch.dtype:
+def trained_dtype(config: HFModelConfig, engine: TrainEngineConfig, device: torch.device) -> torch.dtype:
     """What to open a model in that is trained: the master dtype, or the compute dtype if LoRA freezes it."""
     return resolve_dtype(engine.dtype if config.lora_rank else engine.model_dtype, device)
 

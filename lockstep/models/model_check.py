@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.models.decoder_layer import reference_layers
+from lockstep.models.split_weights import whole_weights
 
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
 """Largest mean difference that counts as rounding, relative to the scale of the log-probs or values."""
@@ -23,13 +24,16 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 4, 12
 
 @contextmanager
 def transformers_forward(model: PreTrainedModel, attention: str = "eager") -> Iterator[None]:
-    """The model runs transformers' own layers and attention inside; call it without an attention context."""
+    """The model runs transformers' own layers and attention inside; call it without an attention context.
+
+    Collective if several ranks hold its weights together.
+    """
     text: Any = model.config.get_text_config()
     before = text._attn_implementation
     if before != attention:
         model.set_attn_implementation(attention)
     try:
-        with reference_layers(model):
+        with reference_layers(model), whole_weights(model):
             yield
     finally:
         if before != attention:

@@ -2,7 +2,8 @@
 
     one process:  `share_weights`: the rollout's parameters are the trainer's tensors; an optimizer step is seen by the next request
     sharded:      `copy_gathered`: whole parameters are gathered layer by layer into the rollout's own memory, which stays where it
-                  is, with q/k/v and gate/up adjacent: captured CUDA graphs remain valid and decode as fast as on one GPU
+                  is, with q/k/v and gate/up adjacent: captured CUDA graphs remain valid and decode as fast as on one GPU;
+                  of a module that several ranks hold together (`models/split_weights.py`) each keeps its share
 
 The trainer's module may be sharded, hooked and checkpointing its activations; the rollout's is a plain one in evaluation mode.
 """
@@ -20,6 +21,7 @@ from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.lora import copy_adapters
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import copy_rope
+from lockstep.models.split_weights import split_of
 
 
 def rollout_module(model: PreTrainedModel) -> PreTrainedModel:
@@ -34,6 +36,9 @@ def rollout_module(model: PreTrainedModel) -> PreTrainedModel:
         use_4bit_linears(module, model.dtype)
     copy_adapters(model, module)
     return module.eval().requires_grad_(False)
+
+
+_EMPTY = "_lockstep_left_empty"
 
 
 def share_weights(module: nn.Module, model: nn.Module) -> None:
@@ -52,15 +57,25 @@ def copy_gathered(module: nn.Module, weights: Iterable[tuple[str, Tensor]], mode
              asked for.
     model:   tells which names are one tensor.
     """
+    if getattr(module, _EMPTY, False):
+        for _ in weights:
+            pass
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            if parameter.is_meta:
+                _set(module, name, torch.empty(0))  # not meta: like the other ranks' modules, it has been filled
+        return
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     names = {group[0]: group for group in groups.values()}
     fresh = False
+    split = split_of(module)
     for name, tensor in weights:
         if is_4bit(tensor):  # never changes, and is not sharded
             _set(module, name, tensor)
             continue
+        if split is not None:
+            tensor = split.take(name, tensor)
         own = module.get_parameter(name)
         if own.is_meta:
             fresh = True
@@ -73,6 +88,11 @@ def copy_gathered(module: nn.Module, weights: Iterable[tuple[str, Tensor]], mode
             _set(module, name, tensor)
         pack_weights(module)
     _check_complete(module)
+
+
+def leave_empty(module: nn.Module) -> None:
+    """`copy_gathered` takes part in gathering the weights, but keeps none in this module: its rank does not generate."""
+    setattr(module, _EMPTY, True)
 
 
 def release_weights(module: nn.Module) -> None:

@@ -28,6 +28,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from lockstep.kernels.ops import Adapter
 from lockstep.models.four_bit import is_4bit, quantized, rounded_to_4bit
 from lockstep.models.lora import base_name, merged
+from lockstep.models.split_weights import split_of
 from lockstep.utils.distributed import current_rank
 
 logger = logging.getLogger(__name__)
@@ -59,11 +60,18 @@ class WeightSource(ABC):
     def fill(self, module: nn.Module, device: torch.device) -> None:
         """Give the parameters of `module` that are on the meta device their memory, on `device`, and their values."""
         filled: dict[Tensor, nn.Parameter] = {}
+        split = split_of(module)
         for name, parameter in list(module.named_parameters()):
             if parameter.is_meta:
                 like, start = _own_rows(parameter)
+                shape = parameter.shape
+                if split is not None:  # the whole tensor is read, one at a time
+                    shape = torch.Size(split.whole_shape(name, parameter))
+                    like = torch.empty(shape, dtype=parameter.dtype, device="meta")
                 own = torch.empty(like.shape, dtype=like.dtype, device=device)
-                self._read(self._prefix + base_name(name), parameter.shape, own, start)
+                self._read(self._prefix + base_name(name), shape, own, start)
+                if split is not None:
+                    own = split.take(name, own).clone(memory_format=torch.contiguous_format)
                 if is_4bit(parameter):
                     _set_parameter(module, name, quantized(own))
                     continue
@@ -74,6 +82,10 @@ class WeightSource(ABC):
         state = {name: filled[parameter] for name, parameter in names if parameter in filled}
         module.load_state_dict(state, strict=False, assign=True)
         self.close()
+
+    def read(self, name: str, shape: torch.Size, own: Tensor, start: int) -> None:
+        """Copy rows of the tensor `name`, which has that shape, into `own`, from row `start` on. Collective if rank 0 sends it."""
+        self._read(self._prefix + name, shape, own, start)
 
     def close(self) -> None:  # noqa: B027
         """Close the files that are open."""

@@ -18,6 +18,7 @@ from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.roles import sections_of
 from lockstep.config.schema import flat_values, with_values
 from lockstep.config.sft import SupervisedConfig
+from lockstep.config.train_engines import ranks_per_sequence
 from lockstep.plan.estimate import longest_lengths, plan_of
 from lockstep.plan.hardware import DEVICES, Device
 from lockstep.plan.memory import RESERVED
@@ -111,7 +112,6 @@ def _budgets(
 
 def _least(config: PPOConfig | SupervisedConfig, keys: MicroBatchKeys) -> int:
     """Tokens of the longest sequence (of a pair: both), on each of the ranks that split it."""
-    values, sections = flat_values(config), sections_of(keys.role)
-    ranks = max(values[f"{part}.ulysses_sequence_parallel_size"] for part in sections[:2])
+    ranks = ranks_per_sequence(sections_of(keys.role).config(config))
     sequences = 2 if isinstance(config, RMConfig | DPOConfig) else 1
     return math.ceil(sequences * longest_lengths(config).total / ranks)

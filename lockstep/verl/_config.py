@@ -32,6 +32,7 @@ from lockstep.config.environment import noted_variables
 from lockstep.config.errors import ConfigError
 from lockstep.config.normalize import canonical_name, normalize, tables_of
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.roles import SECTIONS
 from lockstep.config.schema import build, defaults, get_in, keys, leaves, sections, set_in, to_plain
 from lockstep.config.sft import SFTConfig
 from lockstep.verl._names import RESOLVER
@@ -70,6 +71,10 @@ def register_configs() -> None:
     `config_path="config"`, the folder that verl has beside its programs."""
     for name, cls in CONFIGS.items():
         ConfigStore.instance().store(name=name, node=default_tree(cls), provider="lockstep.verl")
+    tree = default_tree()
+    for role in SECTIONS.values():
+        set_in(tree, role.strategy, "megatron")
+    ConfigStore.instance().store(name="ppo_megatron_trainer", node=tree, provider="lockstep.verl")
     Plugins.instance().register(ConfigFolder)
 
 

@@ -11,7 +11,10 @@ PACKAGE = "lockstep.verl"
 RESOLVER = "lockstep.default"
 """Name of the interpolation `${lockstep.default:CONFIG,KEY}`."""
 
-_MEGATRON = "models are trained with FSDP2; use the classes of {0}.workers.fsdp_workers and {0}.workers.config"
+_MEGATRON = (
+    "strategy=megatron selects lockstep.engines.train.megatron, which builds, loads and saves its models itself; use the classes "
+    "of {0}.workers.megatron_workers and {0}.workers.config"
+)
 _ENGINE = (
     "the worker owns its training engine; choose the loss with actor_rollout_ref.actor.policy_loss.loss_mode "
     "({0}.trainer.ppo.core_algos.register_policy_loss), or subclass {0}.workers.fsdp_workers.ActorRolloutRefWorker"
@@ -44,18 +47,9 @@ NOT_SERVED: dict[str, str] = {
     "utils.megatron_utils": _MEGATRON,
     "utils.vllm": _ROLLOUT,
     "utils.vllm_utils": _ROLLOUT,
-    **{
-        f"workers.config.{name}": _MEGATRON
-        for name in (
-            *("McoreActorConfig", "McoreCriticConfig", "McoreEngineConfig", "McoreOptimizerConfig"),
-            *("actor.McoreActorConfig", "critic.McoreCriticConfig"),
-            *("engine.McoreEngineConfig", "optimizer.McoreOptimizerConfig"),
-        )
-    },
     "workers.critic": _ENGINE,
     "workers.engine": _ENGINE,
     "workers.engine_workers.TrainingWorker": _ENGINE,
-    "workers.megatron_workers": _MEGATRON,
     "workers.rollout.base": _ROLLOUT,
     "workers.rollout.hf_rollout": _ROLLOUT,
     "workers.rollout.replica.RolloutReplica": _ROLLOUT,

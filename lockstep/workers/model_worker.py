@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from lockstep.config.critic import CriticConfig
-from lockstep.config.model import sequence_parallel_size
 from lockstep.config.reward import RewardModelConfig
+from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.engines.train import EngineModel, create_train_engine
 from lockstep.models.loading import model_folder
 from lockstep.models.tokenizer import hf_tokenizer
@@ -40,7 +40,9 @@ class ModelWorker(Worker):
         self.tokenizer = hf_tokenizer(
             model.tokenizer_path or model.path, model.trust_remote_code, chat_template, f"{self.key}.tokenizer_path"
         )
-        ranks = sequence_parallel_size(config)
-        spec = EngineModel(model, self.key, self.kind, model.fsdp_config, sequence_parallel_size=ranks, **training)
+        ranks = ranks_per_sequence(config)
+        spec = EngineModel(
+            model, self.key, self.kind, engine_settings(config), sequence_parallel_size=ranks, **training
+        )
         self.engine = create_train_engine(config.strategy, spec, self.device)
         self._register_dispatch_collect_info(self.mesh, self.engine.dp_rank, self.engine.group_rank == 0)

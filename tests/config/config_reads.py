@@ -45,7 +45,8 @@ def fields_read(sources: Iterable[str]) -> set[tuple[str, str]]:
     program = Program()
     for tree in trees:
         for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-            program.bases[cls.name] = [base.id for base in cls.bases if isinstance(base, ast.Name)]
+            bases = [base.id for base in cls.bases if isinstance(base, ast.Name) and base.id != cls.name]
+            program.bases.setdefault(cls.name, []).extend(bases)  # classes of two modules may share a name
             program.attributes.setdefault(cls.name, {})
     for tree in trees:
         _declare(program, tree)

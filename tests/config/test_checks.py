@@ -90,6 +90,34 @@ REF = "actor_rollout_ref.ref"
             [f"{ACTOR}.policy_loss.rollout_correction.rollout_is=token"],
             "rollout_correction.rollout_is=token: must equal algorithm.rollout_correction.rollout_is=None; set only that key",
         ),
+        (
+            [f"{ACTOR}.router_replay.mode=R3", f"{ROLLOUT}.enable_rollout_routing_replay=false"],
+            "enable_rollout_routing_replay=false: actor_rollout_ref.actor.router_replay.mode=R3 replays the experts of the rollout",
+        ),
+        (
+            [f"{ACTOR}.router_replay.mode=R2", f"{ROLLOUT}.enable_rollout_routing_replay=true"],
+            "enable_rollout_routing_replay=true: actor_rollout_ref.actor.router_replay.mode=R2 replays the experts of",
+        ),
+        (
+            [f"{ACTOR}.router_replay.mode=R3", f"{ROLLOUT}.name=hf"],
+            "router_replay.mode=R3: actor_rollout_ref.rollout.name=hf does not return the experts of its tokens; set",
+        ),
+        (
+            [f"{ROLLOUT}.enable_rollout_routing_replay=true", f"{ROLLOUT}.name=hf"],
+            "enable_rollout_routing_replay=true: actor_rollout_ref.rollout.name=hf does not return the experts",
+        ),
+        (
+            [f"{ACTOR}.router_replay.mode=R2", f"{ACTOR}.strategy=megatron"],
+            "router_replay.mode=R2: actor_rollout_ref.actor.strategy=megatron does not give access to the routers of experts",
+        ),
+        (
+            [f"{ACTOR}.router_aux_loss_coef=0.1", f"{ACTOR}.strategy=megatron"],
+            "router_aux_loss_coef=0.1: actor_rollout_ref.actor.strategy=megatron does not give access",
+        ),
+        ([f"{ACTOR}.router_replay.mode=r3"], f"{ACTOR}.router_replay.mode=r3: must be one of disabled, R2, R3"),
+        ([f"{ACTOR}.router_aux_loss_coef=-1"], f"{ACTOR}.router_aux_loss_coef=-1.0: must be 0 or more"),
+        ([f"{REF}.router_replay.mode=R2"], "not supported: the reference policy chooses its own experts"),
+        ([f"{ACTOR}.router_replay.record_file=a"], "not supported: experts are recorded in the batch, not in files"),
         ([f"{ACTOR}.loss_agg_mode=mean"], f"{ACTOR}.loss_agg_mode=mean: must be one of token-mean, token-sum"),
         ([f"{ACTOR}.kl_loss_type=k4"], f"{ACTOR}.kl_loss_type=k4: must be one of kl, abs, mse, low_var_kl"),
         (
@@ -116,7 +144,20 @@ REF = "actor_rollout_ref.ref"
             ["actor_rollout_ref.hybrid_engine=false"],
             "hybrid_engine=false: not supported: set true, and trainer.placement=split to separate",
         ),
-        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "not supported: each worker holds the whole rollout model"),
+        (
+            [f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.name=hf", "trainer.n_gpus_per_node=2"],
+            f"not supported: each worker holds the whole rollout model; set 1, or {ROLLOUT}.name=embedded or vllm",
+        ),
+        (
+            [f"{ROLLOUT}.n_gpus=3", f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4"],
+            "n_gpus=3: is not a multiple of tensor_model_parallel_size=2",
+        ),
+        ([f"{ROLLOUT}.n_gpus=8", "trainer.n_gpus_per_node=4"], "n_gpus=8: is more than the 4 workers of the actor"),
+        (
+            [f"{ROLLOUT}.n_gpus=1", "trainer.placement=split", "trainer.n_gpus_per_node=4"],
+            "n_gpus=1: the rollout has its own pool",
+        ),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "does not divide the number of workers in global_pool (1)"),
         ([f"{ROLLOUT}.over_sample_rate=1"], "over_sample_rate=1.0: must be at least 0 and below 1"),
         ([f"{ROLLOUT}.over_sample_rate=0.1", f"{ROLLOUT}.mode=sync"], f"set {ROLLOUT}.mode=async"),
         ([f"{ROLLOUT}.over_sample_rate=0.1", "trainer.async_mode=colocated"], "instead of aborting them; set 0"),
@@ -227,9 +268,12 @@ def test_vllm_needs_its_package(minimal: list[str], monkeypatch: pytest.MonkeyPa
         load_config(PPOConfig, [*minimal, f"{ROLLOUT}.name=vllm"])
 
 
-def test_tensor_parallel_size_divides_the_rollouts_workers(minimal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_tensor_parallel_size_divides_the_rollouts_workers(
+    minimal: list[str], monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: object())
-    settings = [*minimal, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"]
+    settings = [*minimal, f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.tensor_model_parallel_size=2"]
     config = load_config(PPOConfig, [*settings, "trainer.n_gpus_per_node=4"])
     assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
     with pytest.raises(ConfigError, match=r"tensor_model_parallel_size=2: does not divide .* global_pool \(3\)"):

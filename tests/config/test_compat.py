@@ -89,8 +89,8 @@ def test_unsupported_features_are_refused() -> None:
             [
                 "multi_turn.num_repeat_rollouts=4",
                 "+model.lora={rank: 8, alpha: 32}",
-                "actor.strategy=megatron",
-                "critic.strategy=deepspeed",
+                "actor.optim.lr_wsd_decay_steps=10",
+                "critic.load_weight=false",
                 "rollout.name=trtllm",
                 "global_profiler.tool=npu",
                 "trainer.logger=[console,clearml]",
@@ -98,10 +98,11 @@ def test_unsupported_features_are_refused() -> None:
         )
     assert [str(problem) for problem in caught.value.problems] == [
         "multi_turn.num_repeat_rollouts=4: not supported: set rollout.n",
-        "model.lora.rank=8: not supported: it is a section of verl's Megatron engine; set lora_rank, lora_alpha, target_modules "
-        "and lora_adapter_path of the model",
-        "actor_rollout_ref.actor.strategy=megatron: not supported: models are trained with FSDP2; set fsdp",
-        "critic.strategy=deepspeed: not supported: models are trained with FSDP2; set fsdp",
+        "model.lora.rank=8: not supported: Megatron trains no adapters; set strategy=fsdp, and lora_rank, lora_alpha, "
+        "target_modules and lora_adapter_path of the model",
+        "actor.optim.lr_wsd_decay_steps=10: not supported: schedules are constant, linear and cosine; set lr_scheduler_type to "
+        "one of them",
+        "critic.load_weight=false: not supported: weights are always loaded from the model's path; set true",
         "actor_rollout_ref.rollout.name=trtllm: not supported: set embedded, hf, vllm, sglang, tgi or server",
         "global_profiler.tool=npu: not supported: set torch, nsys or torch_memory",
         "trainer.logger=[console,clearml]: clearml is not supported: use any of console, file, tensorboard, wandb, "

@@ -138,10 +138,6 @@ def test_presets_named_by_verl_configurations(tmp_path: Path) -> None:
     assert load([], config_name="my", config_dir=tmp_path) == load([])
     write(tmp_path, "mine.yaml", "defaults: [ppo_trainer, _self_]\ntrainer: {seed: 3}\n")
     assert load([], config_name="mine", config_dir=tmp_path).trainer.seed == 3
-    with pytest.raises(ConfigError, match="actor_rollout_ref=megatron: not supported"):
-        load(["actor_rollout_ref=megatron"])
-    with pytest.raises(ConfigError, match="--config-name=ppo_megatron_trainer: not supported"):
-        load([], config_name="ppo_megatron_trainer.yaml")
 
 
 def test_two_bounds_are_not_a_number() -> None:

@@ -101,7 +101,7 @@ DIFFERS = {
     "actor_rollout_ref.rollout.name": "the embedded engine is there wherever training is",
     "actor_rollout_ref.rollout.mode": "sync is faster unless rewards are slow, and agents run in both",
     "actor_rollout_ref.rollout.agent.num_workers": "the controller holds thousands of conversations; workers are for slow tools",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": "the embedded engine holds the whole model in each worker",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "models of one GPU decode fastest on one",
     "actor_rollout_ref.rollout.checkpoint_engine.backend": "auto broadcasts on GPUs",
     "actor_rollout_ref.rollout.calculate_log_probs": "they cost nothing here, and the audit compares them",
     "actor_rollout_ref.rollout.max_num_batched_tokens": "longer prefill steps: the host is slower than a GPU at 8192 tokens",
@@ -169,12 +169,11 @@ def test_whole_verl_configuration_reports_what_must_change(files: dict[str, str]
         f"critic.model.path={files['model']}",
         "actor_rollout_ref.rollout.name=embedded",
     ]
-    assert compose(block, tmp_path, paths, run_checks=True) == [
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: not supported: each worker holds the whole rollout "
-        "model; set 1, or actor_rollout_ref.rollout.name=vllm"
+    assert compose(block, tmp_path, paths, run_checks=True) == []
+    assert compose(block, tmp_path, [*paths, "trainer.n_gpus_per_node=1"], run_checks=True) == [
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2: does not divide the number of workers in global_pool (1); set a "
+        "divisor"
     ]
-    one = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
-    assert compose(block, tmp_path, [*paths, one], run_checks=True) == []
 
 
 def test_unsupported_key_of_verl_is_reported_if_used() -> None:

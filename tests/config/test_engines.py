@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import lockstep
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.compose import load_config
 from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES, EngineRegistry, RolloutEngineInfo
@@ -25,13 +26,21 @@ def problems(root: type, *overrides: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("engines", [ROLLOUT_ENGINES, TRAIN_ENGINES], ids=["rollout", "train"])
-def test_built_in_engines_have_their_entry(engines: EngineRegistry[Any]) -> None:
-    for name, info in engines.built_in.items():
-        assert engines.problem(name) is None and engines.info(name) is info and engines.get(name).info is info
-        with pytest.raises(ValueError, match=f"{engines.kind} '{name}' is already registered"):
-            engines.register(name)
-    assert set(engines.built_in) <= set(engines)
+@pytest.mark.parametrize(
+    ("engines", "name"),
+    [(engines, name) for engines in (ROLLOUT_ENGINES, TRAIN_ENGINES) for name in engines.built_in],
+    ids=lambda value: value if isinstance(value, str) else value.kind,
+)
+def test_built_in_engines_have_their_entry(engines: EngineRegistry[Any], name: str) -> None:
+    info = engines.built_in[name]
+    assert engines.problem(name) is None and engines.info(name) is info and name in engines
+    with pytest.raises(ValueError, match=f"{engines.kind} '{name}' is already registered"):
+        engines.register(name)
+    if engines is TRAIN_ENGINES and info.package is not None:
+        pytest.importorskip(info.package)
+    if not (Path(lockstep.__file__).parents[1] / (info.engine.partition(":")[0].replace(".", "/") + ".py")).is_file():
+        pytest.skip("module missing")
+    assert engines.get(name).info is info
 
 
 def test_unread_keys_exist() -> None:
@@ -49,7 +58,7 @@ def test_an_engine_that_is_registered_says_what_it_can_do(minimal: list[str]) ->
     assert ROLLOUT_ENGINES.info("toy") is Toy.info and "toy" in ROLLOUT_ENGINES
     parallel = [f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"]
     load_config(PPOConfig, [*minimal, f"{ROLLOUT}.name=toy", *parallel])
-    assert "each worker holds the whole rollout model" in problems(PPOConfig, *minimal, *parallel)
+    assert "each worker holds the whole rollout model" in problems(PPOConfig, *minimal, f"{ROLLOUT}.name=hf", *parallel)
 
 
 @pytest.mark.parametrize(
@@ -98,5 +107,7 @@ def test_notices_about_keys_that_the_users_engine_does_not_read(
 def test_sections_of_roles_exist(role: str) -> None:
     root = SFTConfig if role == "model" else PPOConfig
     found = sections_of(role)
-    assert {found.role, found.engine, found.model} <= set(sections(root)) and found.strategy in keys(root)
+    assert {found.role, found.model, *found.engines().values()} <= set(sections(root)) and found.strategy in keys(root)
+    config = root()
+    assert found.config(config).strategy == "fsdp" or "${" in found.config(config).strategy
     assert f"{found.role}.ulysses_sequence_parallel_size" in keys(root)

@@ -81,7 +81,7 @@ def test_the_documented_evaluation_file_composes_as_printed(tmp_path: Path, capl
             "rollout.name=sglang",
             "not supported without running servers: list them in rollout.server.urls",
         ),
-        (GenerationConfig, "rollout.tensor_model_parallel_size=4", "each worker holds the whole rollout model"),
+        (GenerationConfig, "rollout.tensor_model_parallel_size=4", "does not divide the number of workers (1)"),
         (GenerationConfig, "rollout.max_model_len=8", "is 2048; set that or more"),
         (GenerationConfig, "data.path=nowhere.parquet", "no such file or folder"),
         (EvaluationConfig, "data.responses_key=x", "Did you mean data.response_key?"),

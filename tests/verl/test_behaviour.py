@@ -233,8 +233,8 @@ def test_config_with_keys_of_the_program_and_of_verl(tmp_path: Path, caplog: pyt
     full = view(config, typed)
     assert full.my_section.a == 3 and full.actor_rollout_ref.actor.get("ppo_micro_batch_size_per_gpu") == 2
     assert json.dumps(OmegaConf.to_container(full, resolve=True))
-    config.actor_rollout_ref.actor.strategy = "megatron"
-    with pytest.raises(ConfigError, match="models are trained with FSDP2"):
+    config.actor_rollout_ref.actor.strategy = "megatron-lm"
+    with pytest.raises(ConfigError, match=r"no such name\. Did you mean 'megatron'"):
         validate_config(config)
 
 

@@ -13,10 +13,14 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConfig
 from lockstep.config.engines import ROLLOUT_ENGINES, RolloutEngineInfo
 from lockstep.config.model import HFModelConfig
-from lockstep.models.loading import load_causal_lm, resolve_dtype
+from lockstep.config.train_engines import engine_settings
+from lockstep.models.loading import open_causal_lm, resolve_dtype
 from lockstep.models.lora import install_adapters
 from lockstep.models.model_check import check_causal, check_log_probs, reference_log_probs
 from lockstep.models.packed_weights import pack_weights
+from lockstep.models.shared_weights import leave_empty
+from lockstep.models.split_weights import split_of
+from lockstep.models.tensor_group import tensor_group
 from lockstep.models.token_models import PolicyModel
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.fingerprint import fingerprint
@@ -162,17 +166,63 @@ class ModuleEngine(RolloutEngine):
         """The module given to `bind`."""
 
     def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
-        policy = load_causal_lm(model, key, dtype, device, longest_sequence(self.config))
+        alone = self.config.tensor_model_parallel_size == 1
+        policy, weights = open_causal_lm(model, key, dtype, device, longest_sequence(self.config), alone=alone)
         install_adapters(PolicyModel(policy), model, key, dtype=dtype, device=device, seed=self.config.seed)
-        pack_weights(policy)
         self.bind(policy)
+        weights.fill(policy, device)
+        pack_weights(policy)
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         copy_weights(self.module, weights)
 
     def fingerprints(self, names: Sequence[str]) -> dict[str, int]:
+        """Collective if ranks hold the weights together."""
         state = self.module.state_dict()
-        return {name: fingerprint(state[name]) for name in names if name in state}
+        split = split_of(self.module)
+        found = {name: state[name] for name in names if name in state}
+        return {name: fingerprint(own if split is None else split.whole(name, own)) for name, own in found.items()}
+
+
+class IdleEngine(RolloutEngine):
+    """The engine of a rank that does not generate (`rollout.n_gpus`): it takes part in what is collective, and holds no weights.
+
+    Its responses are empty; those of a rank that generates the same rows are collected.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.config = config
+        self.info = ROLLOUT_ENGINES.info(config.name)  # type: ignore[misc]
+        self.max_model_len = longest_sequence(config)
+
+    def bind(self, model: nn.Module) -> None:
+        tensor_group(self.config.tensor_model_parallel_size)
+        leave_empty(model)
+
+    def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
+        raise TypeError("an engine that does not generate holds no copy of the weights")
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return [Completion([], [], "abort", []) for _ in requests]
+
+    def add(self, request_id: int, request: GenerationRequest) -> None:
+        """Ignored: another rank has it too."""
+
+    def step(self) -> Mapping[int, Outcome]:
+        return {}
+
+    def unfinished(self) -> list[int]:
+        return []
+
+    def abort(self, request_ids: Collection[int]) -> dict[int, Completion]:
+        return {}
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        for _ in weights:
+            pass
+
+    def fingerprints(self, names: Sequence[str]) -> dict[str, int]:
+        return {}
 
 
 def create_rollout_engine(config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int) -> RolloutEngine:
@@ -215,22 +265,23 @@ def longest_sequence(config: RolloutConfig) -> int:
 def rollout_dtype(config: ActorRolloutRefConfig, device: torch.device) -> torch.dtype:
     """The type in which the rollout holds its weights: the actor's, or `rollout.dtype` of an engine that reads it."""
     own = "auto" if "dtype" in ROLLOUT_ENGINES.info(config.rollout.name).unread else config.rollout.dtype
-    return resolve_dtype(own if own != "auto" else config.actor.fsdp_config.dtype, device)
+    return resolve_dtype(own if own != "auto" else engine_settings(config.actor).dtype, device)
 
 
 def copy_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Copy values into the parameters and buffers of `model` by name."""
+    """Copy whole values into the parameters and buffers of `model` by name; of split ones, this rank's share."""
     state = model.state_dict()
+    split = split_of(model)
     with torch.no_grad():
         for name, value in weights:
             if name not in state:
                 raise ValueError(f"update_weights: the rollout model has no parameter {name!r}")
-            if state[name].shape != value.shape:
+            shape = tuple(state[name].shape) if split is None else split.whole_shape(name, state[name])
+            if shape != tuple(value.shape):
                 raise ValueError(
-                    f"update_weights: {name} has shape {tuple(value.shape)}, "
-                    f"but {tuple(state[name].shape)} in the rollout model"
+                    f"update_weights: {name} has shape {tuple(value.shape)}, but {shape} in the rollout model"
                 )
-            state[name].copy_(value)
+            state[name].copy_(value if split is None else split.take(name, value))
 
 
 @contextmanager

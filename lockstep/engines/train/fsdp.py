@@ -8,13 +8,11 @@ One process shards nothing: with one type for both the module computes itself, o
 from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-import torch.distributed as dist
-from tensordict import TensorDict
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from lockstep.config.engines import TRAIN_ENGINES
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
@@ -26,49 +24,28 @@ from lockstep.engines.train.lr_schedule import build_schedule
 from lockstep.engines.train.offload import CopyStream, OffloadedMoments, PinnedBuffer, move_parameters
 from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer
 from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
+from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.engines.train.token_module import open_token_model
-from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching, TrainEngine
-from lockstep.models.export import save_policy, save_scalar_model
-from lockstep.models.four_bit import dequantized, whole_shape
-from lockstep.models.known_models import computes_packed
+from lockstep.engines.train.train_engine import PARTS, EngineModel
+from lockstep.models.four_bit import dequantized
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.lora import (
     adapters_off,
-    base_name,
     has_adapters,
-    merge_adapters,
-    of_adapter,
-    save_adapter,
-    trial_adapters,
 )
 from lockstep.models.lora_identity import LoraIdentity, check_identity, identity_of, save_identity
-from lockstep.models.model_check import (
-    check_batch,
-    check_causal_outputs,
-    check_outputs,
-    refuse_errors,
-    transformers_forward,
-    without_last,
-)
 from lockstep.models.packed_weights import pack_weights
-from lockstep.models.packing import ForwardRows, Layout, forward_rows
-from lockstep.models.rope import rope_limit
-from lockstep.models.shared_weights import copy_gathered, release_weights, rollout_module, share_weights
-from lockstep.models.token_models import ScalarModel, TokenModel
+from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights
+from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.models.weight_source import WeightSource
-from lockstep.protocol.columns import Batch, tensors_of
-from lockstep.protocol.ragged import is_ragged
-from lockstep.protocol.tokens import lengths_of, prompt_owners
-from lockstep.utils.device import HostCopy, to_device
-from lockstep.utils.distributed import current_rank, current_world_size, get_mesh
+from lockstep.utils.device import HostCopy
+from lockstep.utils.distributed import current_rank, get_mesh
 from lockstep.utils.host import prepare_cpu_for
-from lockstep.utils.progress import count, phase
-from lockstep.utils.seqlen import agreed_runs
 from lockstep.utils.spans import spanned
 
 
-class FsdpEngine(TrainEngine):
+class FsdpEngine(TokenEngine):
     """model: its parameters are the master weights; frozen ones stay as they are.
 
     weights: fills the parameters of `model.transformer` that are on the meta device, each rank its own shards; without it the
@@ -76,6 +53,7 @@ class FsdpEngine(TrainEngine):
     optim: None for a model that only computes (reference, reward model).
     packed: compute on packed tokens rather than on padded rows.
     sequence_parallel_size: ranks that share one row of packed tokens.
+    router_key: see `EngineModel`.
     """
 
     info = TRAIN_ENGINES.built_in["fsdp"]
@@ -93,32 +71,27 @@ class FsdpEngine(TrainEngine):
         clip_grad: float = 1.0,
         gradient_checkpointing: bool = False,
         sequence_parallel_size: int = 1,
+        router_key: str | None = None,
     ) -> None:
+        super().__init__(model, device=device, packed=packed)
         self.config = config
-        self.device = device
-        self.layout: Layout = "packed" if packed else "padded"
-        if not computes_packed(model.transformer):
-            self.layout = "rows"
         self.clip_grad = clip_grad
-        self.world_size = current_world_size()
         self.sp_size = sequence_parallel_size
         self.sequence = self._sequence_group(model)
         self.dp_size = self.world_size // self.sp_size
         self.dp_rank, self.group_rank = divmod(current_rank(), self.sp_size)
-        self.model = model
         if optim is None:
             model.requires_grad_(False)
         model.eval()  # no noise; only the layers that recompute their activations must be in training mode
         if device.type == "cpu":
             prepare_cpu_for(sum(parameter.numel() for parameter in model.parameters()))
         self._compute_dtype = compute_dtype
-        self._max_length = rope_limit(model)
         self._streams = sharding.streams_from_host(config, device)
         self._buffers = {part: PinnedBuffer() for part in ("masters", "compute")}
         self._copies = CopyStream(device)
         self._identity: LoraIdentity | None = None
         self._loss_scale = LossScale(enabled=compute_dtype == torch.float16)
-        self.compute = model
+        self.compute: TokenModel = model
         if self._sharded:
             sharding.shard(model, config, device, compute_dtype)
         if weights is not None:
@@ -127,7 +100,6 @@ class FsdpEngine(TrainEngine):
             if _master_dtype(model) != compute_dtype:
                 self.compute = copy_in(model, compute_dtype)
             pack_weights(self.compute)
-        self.checkpointing: LayerCheckpointing | None = None
         if optim is not None and gradient_checkpointing:
             saves_memory = config.param_offload or config.optimizer_offload or config.offload_policy
             self.checkpointing = LayerCheckpointing(self.compute, device, compute_dtype, every_layer=saves_memory)
@@ -142,10 +114,13 @@ class FsdpEngine(TrainEngine):
                 self._moments = OffloadedMoments(self.optimizer, device)
             self.schedule = build_schedule(self.optimizer, optim)
         self._check_model()
+        if router_key is not None:
+            self._watch_routers(router_key)
         self.offload()
 
     @classmethod
     def open(cls, model: EngineModel, device: torch.device) -> Self:
+        assert isinstance(model.engine, FSDPEngineConfig)
         module, weights = open_token_model(model, device)
         return cls(
             module,
@@ -158,56 +133,24 @@ class FsdpEngine(TrainEngine):
             clip_grad=model.clip_grad,
             gradient_checkpointing=model.config.enable_gradient_checkpointing,
             sequence_parallel_size=model.sequence_parallel_size,
+            router_key=model.router_key,
         )
 
-    def forward(self, batch: Batch, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
-        order: list[int] = []
-        pieces: list[dict[str, Tensor]] = []
-        with torch.no_grad():
-            for rows in self._partitions(batch, micro):
-                order += rows
-                pieces.append(self.compute(self._rows(_taken(batch, rows)), **options))
-                count(len(order), len(batch), "sequences")
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        sharding.sum_replicas(self.model, is_last)
+        # The loss is the sum of the dp ranks' shares, and the gradient of a share is the sum over its sp ranks, each of which
+        # holds what its own tokens add. So the gradient is the sum over all ranks; FSDP takes their mean.
+        (loss * (self.world_size * self._loss_scale.value)).backward()
+
+    def _free_gathered(self) -> None:
         sharding.reshard(self.model)
-        back = torch.tensor(order).argsort()
-        return {name: torch.cat([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
 
-    @spanned
-    def forward_backward(
-        self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object
-    ) -> dict[str, float]:
-        totals: dict[str, Tensor] = {}
-        own: list[str] = []
-        parts = self._partitions(batch, micro)
-        for number, rows in enumerate(parts, start=1):
-            count(number, len(parts), "micro-batches")
-            part = _taken(batch, rows)
-            rows_on_device = self._rows(part)
-            columns = self._loss_columns(part)  # before the forward: a copy after it would wait for its end
-            if self.checkpointing is not None:
-                self.checkpointing.plan(rows_on_device.input_ids.numel())
-            outputs = self.compute(rows_on_device, **options)
-            loss, metrics = loss_fn(outputs, columns)
-            for name, value in metrics.items():
-                totals[name] = totals.get(name, 0.0) + value.detach().float()
-            own = sorted(totals)
-            if number == len(parts) and own:
-                copied = HostCopy(torch.stack([totals[name] for name in own]))  # known before the last backward
-            sharding.sum_replicas(self.model, number == len(parts))
-            # The loss is the sum of the dp ranks' shares, and the gradient of a share is the sum over its sp ranks, each of which
-            # holds what its own tokens add. So the gradient is the sum over all ranks; FSDP takes their mean.
-            (loss * (self.world_size * self._loss_scale.value)).backward()
-        values = dict(zip(own, copied.read().tolist() if own else []))
-        names = self._names_on_all_ranks(own)
-        return dict(zip(names, self.global_sum(*(values.get(name, 0.0) for name in names))))
-
-    def _names_on_all_ranks(self, own: list[str]) -> list[str]:
-        """Metrics that any rank has: one with nothing but padding may have fewer."""
-        if self.dp_size == 1:
-            return own
-        everyones: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyones, own)
-        return sorted(set().union(*everyones))
+    def _checked_models(self) -> list[tuple[TokenModel, torch.dtype]]:
+        checked = [(self.compute, self._compute_dtype)]
+        # masters of adapters do not compute: they have another dtype than their base
+        if self._copied and not has_adapters(self.model):
+            checked.insert(0, (self.model, _master_dtype(self.model)))
+        return checked
 
     @spanned
     def optimizer_step(self) -> float:
@@ -235,25 +178,6 @@ class FsdpEngine(TrainEngine):
         with adapters_off(self.compute):
             yield
 
-    def schedule_step(self) -> None:
-        self.schedule.step()
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.schedule.get_last_lr()[0])
-
-    def global_sum(self, *values: float) -> tuple[float, ...]:
-        if self.dp_size == 1 or not values:
-            return values
-        total = torch.tensor(values, dtype=torch.float64)  # on the host, where the values are
-        if self.group_rank:
-            total.zero_()  # these rows are counted by the first of the ranks that share them
-        dist.all_reduce(total)
-        return tuple(total.tolist())
-
-    def rollout_module(self) -> PreTrainedModel:
-        return rollout_module(self.model.transformer)
-
     @contextmanager
     def lend_weights(self, module: PreTrainedModel) -> Iterator[None]:
         self.onload()
@@ -280,16 +204,6 @@ class FsdpEngine(TrainEngine):
                 continue
             weight = dequantized(parameter)
             yield self.model.hf_name(name), sharding.whole(weight if self._streams else weight.to(self.device))
-
-    def merged_weights(self) -> Generator[tuple[str, Tensor]]:
-        adapters = dict(self.weights(trained=True)) if has_adapters(self.model) else {}
-        yield from merge_adapters(self.model.transformer, self.weights(), adapters)
-
-    def weight_shapes(self, *, merged: bool) -> list[tuple[str, tuple[int, ...]]]:
-        shapes = [(self.model.hf_name(name), p) for name, p in self.model.named_parameters()]
-        if merged:
-            return [(base_name(name), whole_shape(p)) for name, p in shapes if not of_adapter(name)]
-        return [(name, tuple(p.shape)) for name, p in shapes if p.requires_grad]
 
     def onload(self, *, optimizer: bool = False, ahead: bool = False) -> None:
         if self._streams:
@@ -330,21 +244,6 @@ class FsdpEngine(TrainEngine):
         if "extra" in contents and self.optimizer is not None:
             load_extra(folder, self.schedule, self._loss_scale)
 
-    def saved_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """`weights`, then the buffers that a Hugging Face folder contains."""
-        yield from self.weights()
-        saved = self.model.state_dict()
-        for name, buffer in self.model.named_buffers():
-            if name in saved:
-                yield self.model.hf_name(name), buffer
-
-    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        if has_adapters(self.model):
-            save_adapter(self.model, self.weights(trained=True), tokenizer, folder / "lora_adapter")
-            return
-        save = save_scalar_model if isinstance(self.model, ScalarModel) else save_policy
-        save(self.model.transformer, self.saved_weights(), tokenizer, folder / "huggingface")
-
     def _lora_identity(self) -> LoraIdentity:
         """Collective at the first call: the base does not change."""
         if self._identity is None:
@@ -367,26 +266,6 @@ class FsdpEngine(TrainEngine):
     @property
     def _sharded(self) -> bool:
         return self.world_size > 1 or self._streams
-
-    def _check_model(self) -> None:
-        """Compare log-probs or values of a few random rows with transformers' own eager forward, which must be causal."""
-        layouts: list[Layout] = ["rows"] if self.layout == "rows" else ["packed", "padded"]
-        # masters of adapters do not compute: they have another dtype than their base
-        models = [self.model, self.compute] if self._copied and not has_adapters(self.model) else [self.compute]
-        batch = check_batch(self.model.hf_config.get_text_config().vocab_size)
-        for model in models:
-            with phase("check the model"), refuse_errors(model.transformer), torch.no_grad(), trial_adapters(model):
-                got = [model(forward_rows(batch, self.device, layout)) for layout in layouts]
-                with transformers_forward(model.transformer):
-                    expected, later = (
-                        model(forward_rows(b, self.device, "rows")) for b in (batch, without_last(batch))
-                    )
-            sharding.reshard(model)
-            dtype = self._compute_dtype if model is self.compute else _master_dtype(model)
-            check_causal_outputs(expected, later, batch, model=model.transformer, dtype=dtype)
-            for layout, outputs in zip(layouts, got):
-                path = f"training with {layout} rows"
-                check_outputs(outputs, expected, batch, model=model.transformer, path=path, dtype=dtype)
 
     def _refresh(self) -> None:
         if self._copied:
@@ -413,41 +292,6 @@ class FsdpEngine(TrainEngine):
         check_heads(model.hf_config.get_text_config().num_attention_heads, size)
         mesh = get_mesh(self.device, {"dp": self.world_size // size, "sp": size})
         return SequenceGroup(mesh.get_group("sp"), current_rank() % size, size)
-
-    def _partitions(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
-        """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
-        if self.layout == "rows":  # each row gathers parameters: ranks must agree on rows per micro-batch
-            return [list(range(i, i + micro.group_size)) for i in range(0, len(batch), micro.group_size)]
-        if micro.max_tokens is not None:
-            group = dist.group.WORLD if self.world_size > 1 else None
-            before, own = (lengths.tolist() for lengths in lengths_of(batch))
-            owners = prompt_owners(batch) if self.layout == "packed" else list(range(len(batch)))
-            return agreed_runs(own, before, owners, micro.max_tokens * self.sp_size, group, micro.group_size)
-        size = micro.num_rows or len(batch)
-        return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
-
-    def _loss_columns(self, batch: TensorDict) -> TensorDict:
-        """The rows on the device, without the tokens that only the forward reads."""
-        columns = tensors_of(batch.exclude("prompts", "input_ids", "attention_mask", "position_ids"))
-        return TensorDict({k: to_device(v, self.device) for k, v in columns.items()}, batch_size=batch.batch_size)
-
-    def _rows(self, batch: TensorDict) -> ForwardRows:
-        longest = int(batch["position_ids"].max()) + 1
-        if self._max_length is not None and longest > self._max_length:
-            raise ValueError(
-                f"a sequence has {longest} tokens, but the rotary frequencies of {self.model.hf_config.model_type} change "
-                f"beyond {self._max_length}; shorten data.max_prompt_length or data.max_response_length"
-            )
-        return forward_rows(batch, self.device, self.layout, self.sequence)
-
-
-def _taken(batch: Batch, rows: list[int]) -> TensorDict:
-    """These rows of the batch, padded; those of a padded batch are not copied where they follow each other."""
-    start, end = rows[0], rows[-1] + 1
-    part: Any = (
-        batch[rows] if rows != list(range(start, end)) else batch if len(rows) == len(batch) else batch[start:end]
-    )
-    return part.to_tensordict() if is_ragged(part) else part
 
 
 def _master_dtype(model: nn.Module) -> torch.dtype:

@@ -84,12 +84,12 @@ def build_schedule(optimizer: Optimizer, config: FSDPOptimizerConfig) -> LambdaL
     total, warmup = config.total_training_steps, config.lr_warmup_steps
     if warmup < 0:
         warmup = int(config.lr_warmup_steps_ratio * max(total, 0))
+    floor = max(config.min_lr_ratio, min(1.0, config.min_lr / config.lr) if config.lr else 0.0)
     if config.lr_scheduler_type == "cosine":
-        floor = config.min_lr_ratio
         cycles = config.num_cycles
         return get_cosine_schedule_with_warmup(optimizer, warmup, total, floor, cycles, constant_after_end=True)
     if config.lr_scheduler_type == "linear":
-        return get_linear_schedule_with_warmup(optimizer, warmup, total, config.min_lr_ratio)
+        return get_linear_schedule_with_warmup(optimizer, warmup, total, floor)
     return get_constant_schedule_with_warmup(optimizer, warmup)
 
 

@@ -38,26 +38,38 @@ from lockstep.utils.state_file import has_state, load_state, save_state
 def save_shards(folder: Path, contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> None:
     # before the first step there is no state, and get_optimizer_state_dict would take a step to create it
     stepped = optimizer if optimizer is not None and optimizer.state else None
-    state = _state(contents, model, stepped)
+    write_shards(folder, _state(contents, model, stepped))
+
+
+def load_shards(folder: Path, contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> None:
+    state = _state(parts_to_load(folder, contents), model, optimizer)
+    read_shards(folder, state)  # tensors are read in place, so this also loads the optimizer
+    if "model" in state:
+        # not strict: only the first name of a tied parameter is saved. Weights missing from the folder have failed above.
+        set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))
+
+
+def write_shards(folder: Path, state: dict[str, Any]) -> None:
+    """Write the tensors of a state, DTensors by shards. Collective."""
     if state:
         with plain_errors():
             dcp.save(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
 
 
-def load_shards(folder: Path, contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> None:
-    shards = folder / "shards"
-    held = _held_parts(shards)
+def read_shards(folder: Path, state: dict[str, Any]) -> None:
+    """Fill the tensors of a state. Collective."""
+    if state:
+        reader = ShardReader(folder / "shards")
+        with plain_errors():
+            dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=not dist.is_initialized())
+
+
+def parts_to_load(folder: Path, contents: Collection[str]) -> list[str]:
+    """Of `contents` what the checkpoint has; ValueError if that should include the model and does not."""
+    held = _held_parts(folder / "shards")
     if "model" in contents and "model" not in held:
         raise ValueError(f"{folder} has no model weights: it was saved without `model` in checkpoint.save_contents")
-    state = _state([part for part in contents if part in held], model, optimizer)
-    if state:  # tensors are read in place, so this also loads the optimizer
-        with plain_errors():
-            dcp.load(
-                state, storage_reader=ShardReader(shards), planner=TensorPlanner(), no_dist=not dist.is_initialized()
-            )
-    if "model" in state:
-        # not strict: only the first name of a tied parameter is saved. Weights missing from the folder have failed above.
-        set_model_state_dict(model, state["model"], options=StateDictOptions(strict=False))
+    return [part for part in contents if part in held]
 
 
 def _model_state(model: nn.Module) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config.engines import TRAIN_ENGINES, TrainEngineInfo
-from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.config.model import FSDPOptimizerConfig, HFModelConfig, TrainEngineConfig
 from lockstep.protocol.columns import Batch
 
 LossFn = Callable[[dict[str, Tensor], TensorDict], tuple[Tensor, dict[str, Tensor]]]
@@ -52,21 +52,24 @@ class EngineModel:
     key:        the dotted key of `config`, for messages: "critic.model".
     kind:       what it computes. policy: log-probs and entropy of response tokens; value: a value before each response token, by
                 the folder's `score` head or a new one; reward: the same outputs, and the folder must have the head.
-    engine:     settings of the engine: the `fsdp_config` of the role.
+    engine:     settings of the engine: the section of the role that its `TrainEngineInfo` names.
     optim:      None for a model that only computes: a reference or a reward model.
     clip_grad:  gradients are clipped to this norm.
     sequence_parallel_size: ranks that split each sequence.
     max_length: of the run's sequences; None if it is not known.
+    router_key: the config key, for messages, that reads or replaces what the routers of a mixture of experts choose; then a policy
+                has the options `routes` and `router_loss` of `PolicyModel.forward`. None: no key does.
     """
 
     config: HFModelConfig
     key: str
     kind: Literal["policy", "value", "reward"]
-    engine: FSDPEngineConfig
+    engine: TrainEngineConfig
     optim: FSDPOptimizerConfig | None = None
     clip_grad: float = 1.0
     sequence_parallel_size: int = 1
     max_length: int | None = None
+    router_key: str | None = None
 
 
 class TrainEngine(ABC):

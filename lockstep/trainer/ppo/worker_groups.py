@@ -13,9 +13,9 @@ import torch
 
 from lockstep.agents.agents import Agents
 from lockstep.algorithms.advantages import required_inputs
-from lockstep.config.model import sequence_parallel_size
 from lockstep.config.placement import is_trained
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.train_engines import engine_settings, ranks_per_row
 from lockstep.engines.rollout import ROLLOUT_ENGINES
 from lockstep.engines.rollout.rollout_engine import rollout_dtype
 from lockstep.models.loading import resolve_dtype
@@ -123,13 +123,13 @@ class WorkerGroups:
         return AgentRollout(self.agent_workers or self.agents, rollout_wg, pad_token_id, batch_size)
 
     def describe(self, config: PPOConfig) -> str:
-        """Each pool with its processes per machine and its roles, and the actor's sequence parallel size."""
+        """Each pool with its processes per machine and its roles, and how many ranks of the actor share their rows."""
         roles: dict[str, list[str]] = {}
         for role, pool in self.pools.mapping.items():
             roles.setdefault(pool, []).append(str(role))
         pools = [f"{pool} {self.pools.resource_pool_spec[pool]} {', '.join(names)}" for pool, names in roles.items()]
-        sequence_ranks = sequence_parallel_size(config.actor_rollout_ref.actor)
-        return "; ".join(pools) + (f"; {sequence_ranks} ranks per sequence" if sequence_ranks > 1 else "")
+        shared = ranks_per_row(config.actor_rollout_ref.actor)
+        return "; ".join(pools) + (f"; {shared} ranks per sequence" if shared > 1 else "")
 
     def _start_agent_workers(self, config: PPOConfig) -> None:
         if self.agents is not None and config.actor_rollout_ref.rollout.agent.num_workers:
@@ -155,7 +155,7 @@ class WorkerGroups:
 
 def compute_dtype(config: PPOConfig, device: str) -> torch.dtype:
     """The actor's."""
-    return resolve_dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, torch.device(device))
+    return resolve_dtype(engine_settings(config.actor_rollout_ref.actor).dtype, torch.device(device))
 
 
 def create_sampling(config: PPOConfig, rollout_wg: Any, rm_wg: Any, reward_fn: RewardFn, pad_token_id: int) -> Sampling:

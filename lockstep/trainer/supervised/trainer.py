@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.derived_defaults import PROGRAMS
 from lockstep.config.sft import SupervisedConfig
+from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.data.loader import create_dataloader
 from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
 from lockstep.trainer.run.interrupt import Interrupt
@@ -124,10 +125,10 @@ class SupervisedTrainer(ABC):
             model,
             "model",
             self.kind,
-            model.fsdp_config,
+            engine_settings(model),
             optim=optim,
             clip_grad=optim.clip_grad,
-            sequence_parallel_size=model.fsdp_config.ulysses_sequence_parallel_size,
+            sequence_parallel_size=ranks_per_sequence(model),
             max_length=self.config.data.max_length,
         )
         self.engine = create_train_engine(model.strategy, spec, self.device)
@@ -175,7 +176,7 @@ class SupervisedTrainer(ABC):
                     self._save_checkpoint(metrics)
                 metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
             if self.is_first_rank:
-                run.tracking.log(data=metrics, step=self.global_steps)
+                run.log(metrics, self.global_steps)
             if stopping:
                 return run.stopped(self.global_steps, by="the user")
         return run.done(self.global_steps)

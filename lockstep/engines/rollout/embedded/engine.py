@@ -9,8 +9,10 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
+from typing import cast
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engines import ROLLOUT_ENGINES
@@ -25,6 +27,8 @@ from lockstep.engines.rollout.rollout_engine import (
     longest_sequence,
     stop_tokens,
 )
+from lockstep.models.split_weights import split_model, split_of
+from lockstep.models.tensor_group import tensor_group
 from lockstep.protocol.generation import Completion, GenerationRequest
 from lockstep.utils.progress import phase
 
@@ -33,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 class EmbeddedEngine(ModuleEngine):
     """Continuous batching over a paged KV cache, with the parameters of the model given to `bind`.
+
+    With `tensor_model_parallel_size` > 1 that many ranks hold the model and its cache together (`models/split_weights.py`). They
+    get the same requests and take the same steps; all methods are collective then.
 
     num_blocks: size of the KV cache; None sizes it within `gpu_memory_utilization` (CPU: for the requests at hand; CUDA: for
                 `max_num_seqs` sequences of the maximum length).
@@ -66,8 +73,14 @@ class EmbeddedEngine(ModuleEngine):
 
     def bind(self, model: nn.Module) -> None:
         self.sleep()
-        self.runner = ModelRunner(model, self.config.kv_block_size)
-        self.step_loop = StepLoop(self.runner, self.scheduler, self.max_model_len, not self.config.enforce_eager)
+        group = tensor_group(self.config.tensor_model_parallel_size)
+        if group is not None and split_of(model) is None:
+            split_model(cast(PreTrainedModel, model), group)
+        use_graphs = not self.config.enforce_eager and (group is None or group.fits_cuda_graphs)
+        self.runner = ModelRunner(
+            model, self.config.kv_block_size, group, records_routes=self.config.enable_rollout_routing_replay
+        )
+        self.step_loop = StepLoop(self.runner, self.scheduler, self.max_model_len, use_graphs)
         self._model_is_checked = False
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:

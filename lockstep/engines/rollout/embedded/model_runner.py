@@ -14,32 +14,56 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache
+from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache, RouteShape
 from lockstep.engines.rollout.rollout_engine import evaluation_mode
 from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
 from lockstep.models.known_models import why_own_forward
 from lockstep.models.log_probs import vocabulary_head
+from lockstep.models.router_replay import Routing
+from lockstep.models.split_weights import split_of
+from lockstep.models.tensor_group import TensorGroup
 from lockstep.utils.device import free_memory
 from lockstep.utils.host import prepare_cpu_for
+
+_RECORD_KEY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 
 
 class ModelRunner:
     """
-    logits:              hidden states (N, E) -> float32 logits (N, V).
-    parameter_addresses: on CUDA, of all parameters and buffers when `serving` began: CUDA graphs are captured again if they moved.
+    routes:        (T, layers, experts per token) the experts of the last forward's tokens, if they are recorded.
+    tensor_group:  ranks that hold the model together, which take the same steps; None if this one has all of it.
+    num_moves:     on CUDA, how often parameters or buffers of a rank had moved when `serving` began: CUDA graphs are captured
+                   again then.
     """
 
-    def __init__(self, model: nn.Module, block_size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        block_size: int,
+        tensor_group: TensorGroup | None = None,
+        *,
+        records_routes: bool = False,
+    ) -> None:
         check_config(model)
         self.model: Any = model
-        self.logits = vocabulary_head(cast(PreTrainedModel, model))
+        self.tensor_group = tensor_group
         self.block_size = block_size
         self.cache: PagedCache | None = None
-        self.parameter_addresses: tuple[int, ...] = ()
+        self._routing = Routing(model, _RECORD_KEY) if records_routes else None
+        self.routes: Tensor | None = None
+        self.num_moves = 0
+        self._parameter_addresses: tuple[int, ...] = ()
+        self._head = vocabulary_head(cast(PreTrainedModel, model))
+        self._vocab_size = _vocabulary_size(model)
         self._layers: dict[int, LayerShape] | None = None
         self._cache_addresses: Tensor | None = None
         self._mask: Tensor | None = None
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether the experts of tokens are recorded (`models/router_replay.py`)."""
+        return self._routing is not None
 
     @property
     def device(self) -> torch.device:
@@ -50,12 +74,26 @@ class ModelRunner:
     def serving(self) -> Iterator[None]:
         """The model is in evaluation mode inside."""
         if self.device.type == "cuda":
-            tensors = chain(self.model.parameters(), self.model.buffers())
-            self.parameter_addresses = tuple(tensor.data_ptr() for tensor in tensors)
+            self._note_moves()
         else:
             prepare_cpu_for(sum(parameter.numel() for parameter in self.model.parameters()))
         with evaluation_mode(self.model):
             yield
+
+    def _note_moves(self) -> None:
+        tensors = chain(self.model.parameters(), self.model.buffers())
+        addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        moved = addresses != self._parameter_addresses
+        # capturing runs collectives: all ranks do it together
+        self.num_moves += bool(moved if self.tensor_group is None else -self.tensor_group.least(-int(moved)))
+        self._parameter_addresses = addresses
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states (N, E) -> float32 logits (N, V)."""
+        own: Tensor = self._head(hidden)
+        if self.tensor_group is None:
+            return own
+        return self.tensor_group.gather(own).transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
 
     @torch.no_grad()
     def layers(self) -> dict[int, LayerShape]:
@@ -78,17 +116,26 @@ class ModelRunner:
         if self.device.type == "cuda":
             tensors = chain(self.model.parameters(), self.model.buffers())
             weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            total = torch.cuda.mem_get_info(self.device)[1]
-            memory = kv_cache_bytes(utilization, total, free_memory(self.device), weights)
+            total = self._least(torch.cuda.mem_get_info(self.device)[1])
+            memory = kv_cache_bytes(utilization, total, self._least(free_memory(self.device)), weights)
         else:
-            memory = int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * utilization)
-        bytes_per_block = self.block_size * sum(shape.bytes_per_token for shape in self.layers().values())
-        return memory // bytes_per_block
+            memory = self._least(int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * utilization))
+        bytes_per_token = sum(shape.bytes_per_token for shape in self.layers().values())
+        bytes_per_token += 0 if self._route_shape is None else self._route_shape.bytes_per_token
+        return memory // (self.block_size * bytes_per_token)
+
+    @property
+    def _route_shape(self) -> RouteShape | None:
+        routing = self._routing
+        return None if routing is None else RouteShape(routing.num_layers, routing.top_k, routing.dtype)
+
+    def _least(self, number: int) -> int:
+        return number if self.tensor_group is None else self.tensor_group.least(number)
 
     def allocate(self, num_blocks: int) -> None:
         """Create the cache with this many blocks, or grow it to them."""
         if self.cache is None:
-            self.cache = PagedCache(self.layers(), num_blocks, self.block_size, self.device)
+            self.cache = PagedCache(self.layers(), num_blocks, self.block_size, self.device, self._route_shape)
         elif num_blocks > self.cache.num_blocks:
             self.cache.grow(num_blocks)
         if self.device.type == "cuda":
@@ -105,6 +152,8 @@ class ModelRunner:
         """(1, T) tokens -> (T, E) hidden states."""
         if self._mask is None or self._mask.device != self.device:
             self._mask = no_mask(self.device)
+        if self._routing is not None:
+            self._routing.begin()
         output = self.model.get_decoder()(
             input_ids=token_ids,
             position_ids=position_ids,
@@ -112,8 +161,16 @@ class ModelRunner:
             use_cache=False,
             lockstep_context=context,
         )
+        if self._routing is not None:
+            self.routes = self._routing.end().routes().to(self._routing.dtype)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def keep_routes(self, slots: Tensor, routes: Tensor | None) -> None:
+        """Store the experts of tokens by their cache slots; no-op if none were recorded."""
+        if routes is not None:
+            assert self.cache is not None
+            self.cache.write_routes(slots, routes)
 
 
 def kv_cache_bytes(utilization: float, total: int, free: int, weights: int) -> int:
@@ -140,6 +197,16 @@ def kv_cache_bytes(utilization: float, total: int, free: int, weights: int) -> i
 
 def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _vocabulary_size(model: nn.Module) -> int | None:
+    """Rows of a head that is split: those beyond them pad it. None for a whole one."""
+    split = split_of(model)
+    if split is None:
+        return None
+    head = cast(PreTrainedModel, model).get_output_embeddings()
+    names = (name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is head.weight)
+    return split.parts[next(names)].shape[0]
 
 
 def refusal(model: nn.Module, reason: str) -> ValueError:

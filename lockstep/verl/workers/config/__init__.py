@@ -8,11 +8,16 @@ from lockstep.verl._names import exports
 __getattr__ = exports(
     __name__,
     {
-        "lockstep.verl.workers.config.actor": ("ActorConfig", "FSDPActorConfig", "PolicyLossConfig"),
-        "lockstep.verl.workers.config.critic": ("CriticConfig", "FSDPCriticConfig"),
-        "lockstep.verl.workers.config.engine": ("EngineConfig", "FSDPEngineConfig"),
+        "lockstep.verl.workers.config.actor": (
+            "ActorConfig",
+            "FSDPActorConfig",
+            "McoreActorConfig",
+            "PolicyLossConfig",
+        ),
+        "lockstep.verl.workers.config.critic": ("CriticConfig", "FSDPCriticConfig", "McoreCriticConfig"),
+        "lockstep.verl.workers.config.engine": ("EngineConfig", "FSDPEngineConfig", "McoreEngineConfig"),
         "lockstep.verl.workers.config.model": ("CheckpointConfig", "HFModelConfig"),
-        "lockstep.verl.workers.config.optimizer": ("FSDPOptimizerConfig", "OptimizerConfig"),
+        "lockstep.verl.workers.config.optimizer": ("FSDPOptimizerConfig", "McoreOptimizerConfig", "OptimizerConfig"),
         "lockstep.verl.workers.config.rollout": (
             "AgentLoopConfig",
             "CheckpointEngineConfig",

@@ -5,6 +5,7 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from lockstep.config import actor_rollout_ref, policy_loss
+from lockstep.config.train_engines import engine_settings
 from lockstep.verl._config import resolve_by_hand
 from lockstep.verl._names import exports
 from lockstep.verl.base_config import DictLike, adapt_sections, assignable
@@ -64,8 +65,8 @@ class ActorConfig(DictLike, actor_rollout_ref.ActorConfig):
 
     @property
     def engine(self) -> Any:
-        """verl's newer name of `fsdp_config`."""
-        return self.fsdp_config
+        """verl's newer name of the settings of the engine."""
+        return engine_settings(self)
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Mapping[str, Any] | None = None) -> None:
         """ValueError if the section does not fit the number of GPUs, the batch of a step, or the model."""
@@ -78,3 +79,10 @@ class ActorConfig(DictLike, actor_rollout_ref.ActorConfig):
 
 
 FSDPActorConfig = ActorConfig
+
+
+@assignable(*BATCH_SIZES)
+@dataclass(frozen=True)
+class McoreActorConfig(ActorConfig):
+    strategy: str = "megatron"
+    load_weight: bool = field(default=True, metadata={"internal": True})

@@ -37,3 +37,10 @@ class CriticConfig(DictLike, critic.CriticConfig):
 
 
 FSDPCriticConfig = CriticConfig
+
+
+@assignable(*BATCH_SIZES, "forward_micro_batch_size", "forward_micro_batch_size_per_gpu")
+@dataclass(frozen=True)
+class McoreCriticConfig(CriticConfig):
+    strategy: str = "megatron"
+    load_weight: bool = field(default=True, metadata={"internal": True})

@@ -57,3 +57,48 @@ class FSDPOptimizerConfig(DictLike, model.FSDPOptimizerConfig):
 
 
 OptimizerConfig = FSDPOptimizerConfig
+
+
+@assignable("clip_grad", "total_training_steps", "lr_warmup_steps")
+@dataclass(frozen=True)
+class McoreOptimizerConfig(FSDPOptimizerConfig):
+    """The names of Megatron. optimizer: its `adam` is AdamW. lr_decay_style, lr_decay_steps: the schedule and its length.
+
+    The others must have their default.
+    """
+
+    lr_decay_style: InitVar[str | None] = None
+    lr_decay_steps: InitVar[int | None] = None
+    lr_warmup_init: InitVar[float] = 0.0
+    weight_decay_incr_style: InitVar[str] = "constant"
+    lr_wsd_decay_style: InitVar[str] = "exponential"
+    lr_wsd_decay_steps: InitVar[int | None] = None
+    use_checkpoint_opt_param_scheduler: InitVar[bool] = False
+
+    def __post_init__(
+        self,
+        warmup_style: str | None,
+        optimizer_impl: str | None,
+        override_optimizer_config: dict[str, Any] | None,
+        lr_decay_style: str | None,
+        lr_decay_steps: int | None,
+        *fixed: Any,
+    ) -> None:
+        for name, value in zip(MCORE_DEFAULTS, fixed, strict=True):
+            if value != MCORE_DEFAULTS[name]:
+                raise ValueError(f"optim.{name}={value}: must be {MCORE_DEFAULTS[name]}")
+        if str(self.optimizer) in ("adam", "adamw"):
+            object.__setattr__(self, "optimizer", "AdamW")
+        take(self, "lr_scheduler_type", lr_decay_style=lr_decay_style)
+        take(self, "total_training_steps", lr_decay_steps=lr_decay_steps)
+        super().__post_init__(warmup_style, optimizer_impl, override_optimizer_config)
+
+
+MCORE_DEFAULTS = {
+    "lr_warmup_init": 0.0,
+    "weight_decay_incr_style": "constant",
+    "lr_wsd_decay_style": "exponential",
+    "lr_wsd_decay_steps": None,
+    "use_checkpoint_opt_param_scheduler": False,
+}
+"""Arguments of `McoreOptimizerConfig` that have one value."""

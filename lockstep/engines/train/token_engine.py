@@ -1,0 +1,252 @@
+"""What engines on a torch `TokenModel` share: rows become micro-batches, a loss becomes a backward pass, weights become a folder.
+
+    batch ─► micro-batches ─► rows on the device ─► `compute` ─► outputs (B, R) ─► loss_fn ─► `_backward`
+
+How the model is sharded, its gradient reduced and its optimizer stepped is up to the subclass.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.engines.train.checkpointing import LayerCheckpointing
+from lockstep.engines.train.train_engine import LossFn, MicroBatching, TrainEngine
+from lockstep.models.export import save_policy, save_scalar_model
+from lockstep.models.four_bit import whole_shape
+from lockstep.models.known_models import computes_packed
+from lockstep.models.lora import base_name, has_adapters, merge_adapters, of_adapter, save_adapter, trial_adapters
+from lockstep.models.model_check import (
+    check_batch,
+    check_causal_outputs,
+    check_outputs,
+    refuse_errors,
+    transformers_forward,
+    without_last,
+)
+from lockstep.models.packing import ForwardRows, Layout, forward_rows
+from lockstep.models.rope import rope_limit
+from lockstep.models.router_replay import FREE, Routing
+from lockstep.models.shared_weights import rollout_module
+from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
+from lockstep.models.ulysses import SequenceGroup
+from lockstep.protocol.columns import Batch, tensors_of
+from lockstep.protocol.ragged import is_ragged
+from lockstep.protocol.tokens import lengths_of, prompt_owners
+from lockstep.utils.device import HostCopy, to_device
+from lockstep.utils.distributed import current_world_size
+from lockstep.utils.progress import count, phase
+from lockstep.utils.seqlen import agreed_runs
+from lockstep.utils.spans import spanned
+
+
+class TokenEngine(TrainEngine):
+    """model: its parameters have the names that checkpoints use.
+
+    compute:  what is called on the rows: `model`, a copy of it or a wrapper around it.
+    layout:   how rows are given to it.
+    sequence: the ranks that share one row of packed tokens, `sp_size` of them.
+    schedule: of a model that is trained.
+    """
+
+    compute: Callable[..., Any]
+    schedule: LambdaLR
+
+    def __init__(self, model: TokenModel, *, device: torch.device, packed: bool) -> None:
+        self.model = model
+        self.device = device
+        self.layout: Layout = "packed" if packed else "padded"
+        if not computes_packed(model.transformer):
+            self.layout = "rows"
+        self.world_size = current_world_size()
+        self.sp_size = 1
+        self.sequence: SequenceGroup | None = None
+        self.checkpointing: LayerCheckpointing | None = None
+        self._max_length = rope_limit(model)
+
+    @abstractmethod
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Add the gradient of a micro-batch's share of the loss. is_last: of the mini-batch."""
+
+    @abstractmethod
+    def _checked_models(self) -> list[tuple[TokenModel, torch.dtype]]:
+        """The modules whose forward the load-time check compares with transformers, and the dtype they compute in."""
+
+    def _free_gathered(self) -> None:
+        """Free parameters that a forward without a backward has gathered."""
+
+    def _shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return whole_shape(parameter)
+
+    def forward(self, batch: Batch, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
+        order: list[int] = []
+        pieces: list[dict[str, Tensor]] = []
+        with torch.no_grad():
+            for rows in self._partitions(batch, micro):
+                order += rows
+                on_device = self._rows(_taken(batch, rows), with_places=options.get("routes") == "record")
+                out = self.compute(on_device, **options)
+                # routes are many times larger than other results
+                pieces.append({k: v.cpu() if k == "routed_experts" else v for k, v in out.items()})
+                count(len(order), len(batch), "sequences")
+        self._free_gathered()
+        back = torch.tensor(order).argsort()
+        return {name: _joined([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
+
+    @spanned
+    def forward_backward(
+        self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object
+    ) -> dict[str, float]:
+        totals: dict[str, Tensor] = {}
+        own: list[str] = []
+        parts = self._partitions(batch, micro)
+        for number, rows in enumerate(parts, start=1):
+            count(number, len(parts), "micro-batches")
+            part = _taken(batch, rows)
+            rows_on_device = self._rows(part)
+            columns = self._loss_columns(part)  # before the forward: a copy after it would wait for its end
+            if self.checkpointing is not None:
+                self.checkpointing.plan(rows_on_device.input_ids.numel())
+            outputs = self.compute(rows_on_device, **options)
+            loss, metrics = loss_fn(outputs, columns)
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value.detach().float()
+            own = sorted(totals)
+            if number == len(parts) and own:
+                copied = HostCopy(torch.stack([totals[name] for name in own]))  # known before the last backward
+            self._backward(loss, is_last=number == len(parts))
+        values = dict(zip(own, copied.read().tolist() if own else []))
+        names = self._names_on_all_ranks(own)
+        return dict(zip(names, self.global_sum(*(values.get(name, 0.0) for name in names))))
+
+    def _names_on_all_ranks(self, own: list[str]) -> list[str]:
+        """Metrics that any rank has: one with nothing but padding may have fewer."""
+        if self.dp_size == 1:
+            return own
+        everyones: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyones, own)
+        return sorted(set().union(*everyones))
+
+    def schedule_step(self) -> None:
+        self.schedule.step()
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.schedule.get_last_lr()[0])
+
+    def global_sum(self, *values: float) -> tuple[float, ...]:
+        if self.dp_size == 1 or not values:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)  # on the host, where the values are
+        if self.group_rank:
+            total.zero_()  # these rows are counted by the first of the ranks that share them
+        dist.all_reduce(total)
+        return tuple(total.tolist())
+
+    def rollout_module(self) -> PreTrainedModel:
+        return rollout_module(self.model.transformer)
+
+    def merged_weights(self) -> Generator[tuple[str, Tensor]]:
+        adapters = dict(self.weights(trained=True)) if has_adapters(self.model) else {}
+        yield from merge_adapters(self.model.transformer, self.weights(), adapters)
+
+    def weight_shapes(self, *, merged: bool) -> list[tuple[str, tuple[int, ...]]]:
+        shapes = [(self.model.hf_name(name), p) for name, p in self.model.named_parameters()]
+        if merged:
+            return [(base_name(name), self._shape(p)) for name, p in shapes if not of_adapter(name)]
+        return [(name, self._shape(p)) for name, p in shapes if p.requires_grad]
+
+    def saved_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, then the buffers that a Hugging Face folder contains."""
+        yield from self.weights()
+        saved = self.model.state_dict()
+        for name, buffer in self.model.named_buffers():
+            if name in saved:
+                yield self.model.hf_name(name), buffer
+
+    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        if has_adapters(self.model):
+            save_adapter(self.model, self.weights(trained=True), tokenizer, folder / "lora_adapter")
+            return
+        save = save_scalar_model if isinstance(self.model, ScalarModel) else save_policy
+        save(self.model.transformer, self.saved_weights(), tokenizer, folder / "huggingface")
+
+    def _check_model(self) -> None:
+        """Compare log-probs or values of a few random rows with transformers' own eager forward, which must be causal."""
+        layouts: list[Layout] = ["rows"] if self.layout == "rows" else ["packed", "padded"]
+        batch = check_batch(self.model.hf_config.get_text_config().vocab_size)
+        for model, dtype in self._checked_models():
+            with phase("check the model"), refuse_errors(model.transformer), torch.no_grad(), trial_adapters(model):
+                got = [model(forward_rows(batch, self.device, layout)) for layout in layouts]
+                with transformers_forward(model.transformer):
+                    expected, later = (
+                        model(forward_rows(b, self.device, "rows")) for b in (batch, without_last(batch))
+                    )
+            self._free_gathered()
+            check_causal_outputs(expected, later, batch, model=model.transformer, dtype=dtype)
+            for layout, outputs in zip(layouts, got):
+                path = f"training with {layout} rows"
+                check_outputs(outputs, expected, batch, model=model.transformer, path=path, dtype=dtype)
+
+    def _watch_routers(self, key: str) -> None:
+        """Let the policy read and replace what its routers choose; see `EngineModel.router_key`. ValueError if it cannot."""
+        model = self._checked_models()[0][0]
+        assert isinstance(model, PolicyModel)
+        if self.layout == "rows":
+            kind = model.hf_config.model_type
+            raise ValueError(f"{key}: {kind} computes by its own forward, whose routers cannot be read; disable it")
+        model.routing = Routing(model.transformer, key)
+        batch = check_batch(model.hf_config.get_text_config().vocab_size)
+        with torch.no_grad():
+            model(forward_rows(batch, self.device, self.layout, with_places=True), routes="record")
+        self._free_gathered()
+
+    def _partitions(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
+        """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
+        if self.layout == "rows":  # each row gathers parameters: ranks must agree on rows per micro-batch
+            return [list(range(i, i + micro.group_size)) for i in range(0, len(batch), micro.group_size)]
+        if micro.max_tokens is not None:
+            group = dist.group.WORLD if self.world_size > 1 else None
+            before, own = (lengths.tolist() for lengths in lengths_of(batch))
+            owners = prompt_owners(batch) if self.layout == "packed" else list(range(len(batch)))
+            return agreed_runs(own, before, owners, micro.max_tokens * self.sp_size, group, micro.group_size)
+        size = micro.num_rows or len(batch)
+        return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
+
+    def _loss_columns(self, batch: TensorDict) -> TensorDict:
+        """The rows on the device, without the tokens that only the forward reads."""
+        columns = tensors_of(batch.exclude("prompts", "input_ids", "attention_mask", "position_ids", "routed_experts"))
+        return TensorDict({k: to_device(v, self.device) for k, v in columns.items()}, batch_size=batch.batch_size)
+
+    def _rows(self, batch: TensorDict, *, with_places: bool = False) -> ForwardRows:
+        longest = int(batch["position_ids"].max()) + 1
+        if self._max_length is not None and longest > self._max_length:
+            raise ValueError(
+                f"a sequence has {longest} tokens, but the rotary frequencies of {self.model.hf_config.model_type} change "
+                f"beyond {self._max_length}; shorten data.max_prompt_length or data.max_response_length"
+            )
+        return forward_rows(batch, self.device, self.layout, self.sequence, with_places=with_places)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; those of routes are as long as the longest sequence of their part."""
+    width = max((part.shape[1] for part in parts if part.ndim == 4), default=0)
+    return torch.cat([F.pad(p, (0, 0, 0, 0, 0, width - p.shape[1]), value=FREE) if p.ndim == 4 else p for p in parts])
+
+
+def _taken(batch: Batch, rows: list[int]) -> TensorDict:
+    """These rows of the batch, padded; those of a padded batch are not copied where they follow each other."""
+    start, end = rows[0], rows[-1] + 1
+    part: Any = (
+        batch[rows] if rows != list(range(start, end)) else batch if len(rows) == len(batch) else batch[start:end]
+    )
+    return part.to_tensordict() if is_ragged(part) else part
