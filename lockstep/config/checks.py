@@ -8,17 +8,22 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from lockstep.config.actor_rollout_ref import WEIGHT_TRANSFERS
 from lockstep.config.compat import NOT_SUPPORTED
-from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES, EngineRegistry
+from lockstep.config.engines import (
+    ROLLOUT_ENGINES,
+    TRAIN_ENGINES,
+    EngineRegistry,
+    RolloutEngineInfo,
+    TrainEngineInfo,
+)
 from lockstep.config.ensemble import reward_problems
 from lockstep.config.errors import NO_VALUE, Problem, nearest
 from lockstep.config.placement import controller_of, num_workers
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import REWARD_MANAGERS
 from lockstep.config.roles import sections_of
+from lockstep.config.server_checks import servers
 from lockstep.config.sft import SupervisedConfig
 from lockstep.config.trainer import LOGGERS, TrainerConfig
 from lockstep.registry import find_registered, no_such_name
@@ -201,7 +206,10 @@ def known_name(values: Values, key: str, known: Collection[str], named: str = "f
 
 
 NEEDS_BITSANDBYTES = 'needs bitsandbytes: pip install "lockstep-rl[qlora]"'
-_ENGINES = (*ROLLOUT_ENGINES.built_in.values(), *TRAIN_ENGINES.built_in.values())
+_ENGINES: tuple[RolloutEngineInfo | TrainEngineInfo, ...] = (
+    *ROLLOUT_ENGINES.built_in.values(),
+    *TRAIN_ENGINES.built_in.values(),
+)
 NOT_INSTALLED = (NEEDS_BITSANDBYTES, *(info.if_missing for info in _ENGINES if info.package))
 """Problems of a machine, not of a config."""
 
@@ -244,37 +252,7 @@ def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
             message = f"{NOT_SUPPORTED}: servers are started with their own parallelism; set 1"
         yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))
     if info.is_remote:
-        yield from _servers(values, section, info.server_kind)
-
-
-def _servers(values: Values, section: str, only_kind: str | None) -> Iterator[Problem]:
-    """only_kind: the protocol of the engine, if it has but one."""
-    key, name = f"{section}.server.urls", values[f"{section}.name"]
-    urls, kind = values[key], values[f"{section}.server.kind"]
-    if not urls:
-        message = f"{NOT_SUPPORTED} without running servers: list them in {key}=[http://127.0.0.1:8000], or set embedded or vllm"
-        yield Problem(f"{section}.name", name, message, also=(key,))
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-            yield Problem(key, url, "must be a base URL without a path, such as http://127.0.0.1:8000")
-    if len(set(urls)) < len(urls):
-        yield Problem(key, urls, "lists a server twice")
-    if only_kind is not None and kind not in ("auto", only_kind):
-        message = f"{section}.name=sglang speaks SGLang's protocol; set {section}.name=server"
-        yield Problem(f"{section}.server.kind", kind, message, also=(f"{section}.name",))
-    transfer, protocol = values[f"{section}.server.weight_transfer"], only_kind or kind
-    forms = WEIGHT_TRANSFERS.get(protocol)
-    if forms is not None and transfer not in ("auto", *forms):
-        message = f"servers of kind {protocol} take weights by {' or '.join(forms)}; set one of these, or auto"
-        yield Problem(f"{section}.server.weight_transfer", transfer, message, also=(f"{section}.server.kind",))
-    lr, val_only = values.get(f"{_ACTOR}.optim.lr", 0), values.get("trainer.val_only", True)
-    if kind == "openai" and lr and not val_only:
-        message = (
-            f"such a server has no endpoints for weight updates; start vLLM or SGLang, or train nothing ({_ACTOR}.optim.lr=0, "
-            "trainer.val_only=true)"
-        )
-        yield Problem(f"{section}.server.kind", kind, message, also=(f"{section}.name",))
+        yield from servers(values, section, info.server_kind)
 
 
 def sampling(values: Values, *sections: str) -> Iterator[Problem]:

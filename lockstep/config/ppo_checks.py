@@ -51,6 +51,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         () if config.trainer.val_only else setting_problems(config),
         _lengths(config, values),
         checks.rollout_engine(values, _ROLLOUT),
+        _routers(values),
         checks.sampling(values, _ROLLOUT, f"{_ROLLOUT}.val_kwargs"),
         _pool_keys(values),
     )
@@ -213,6 +214,33 @@ def _lengths(config: PPOConfig, values: Values) -> Iterator[Problem]:
         yield Problem(f"{_ROLLOUT}.prompt_length", values[f"{_ROLLOUT}.prompt_length"], message, also=lengths)
 
 
+def _routers(values: Values) -> Iterator[Problem]:
+    """Recording, replaying and balancing the experts of tokens."""
+    mode_key, record_key = f"{_ACTOR}.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
+    loss_key, strategy_key, name_key = f"{_ACTOR}.router_aux_loss_coef", f"{_ACTOR}.strategy", f"{_ROLLOUT}.name"
+    mode, records, name = values[mode_key], values[record_key], values[name_key]
+    if mode == "R3" and not records:
+        message = f"{mode_key}=R3 replays the experts of the rollout; set true, or remove the key"
+        yield Problem(record_key, False, message, also=(mode_key,))
+    if mode == "R2" and records:
+        message = f"{mode_key}=R2 replays the experts of the old-log-prob pass; set false, or {mode_key}=R3"
+        yield Problem(record_key, True, message, also=(mode_key,))
+    if (mode == "R3" or records) and not ROLLOUT_ENGINES.info(name).records_routes:
+        key = mode_key if mode == "R3" else record_key
+        message = (
+            f"{name_key}={name} does not return the experts of its tokens; set {name_key}=embedded, or {mode_key}=R2"
+        )
+        yield Problem(key, values[key], message, also=(name_key,))
+    if TRAIN_ENGINES.info(values[strategy_key]).reads_routers:
+        return
+    advice = (
+        f"{strategy_key}={values[strategy_key]} does not give access to the routers of experts; set {strategy_key}=fsdp"
+    )
+    for key, off in ((mode_key, "disabled"), (record_key, False), (loss_key, 0)):
+        if values[key] != off:
+            yield Problem(key, values[key], f"{advice}, or {str(off).lower()}", also=(strategy_key,))
+
+
 def _pool_keys(values: Values) -> Iterator[Problem]:
     spec, mapping = values["resource_pool_spec"], values["resource_pool_mapping"]
     if spec and values["trainer.placement"] != "colocate":
@@ -307,6 +335,27 @@ def _layouts(config: PPOConfig, pools: Pools) -> Iterator[Problem]:
             yield differs
 
 
+def _generating_ranks(role: str, workers: int, shared: int, values: Values) -> Iterator[Problem]:
+    """`rollout.n_gpus`: the part of the actor's workers that generate. shared: workers of a rollout engine."""
+    key, count = f"{_ROLLOUT}.n_gpus", values[f"{_ROLLOUT}.n_gpus"]
+    info = ROLLOUT_ENGINES.info(values[f"{_ROLLOUT}.name"])
+    if count is None:
+        return
+    if role == "rollout":
+        message = "the rollout has its own pool, all of whose workers generate; set null, or trainer.placement=colocate or hybrid"
+        yield Problem(key, count, message, also=("trainer.placement", "resource_pool_mapping"))
+    elif not info.shares_weights:
+        message = f"rollout.name={values[f'{_ROLLOUT}.name']} generates on all workers of the actor; set null, or name=embedded"
+        yield Problem(key, count, message, also=(f"{_ROLLOUT}.name",))
+    elif count > workers:
+        yield Problem(
+            key, count, f"is more than the {workers} workers of the actor; set at most that, or null", also=_SIZES
+        )
+    elif count % max(1, shared):
+        message = f"is not a multiple of tensor_model_parallel_size={shared}, the workers of an engine; set one"
+        yield Problem(key, count, message, also=(f"{_ROLLOUT}.tensor_model_parallel_size",))
+
+
 def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
     """How the ranks of a pool shard models and split sequences; a problem of several roles in one pool is reported once."""
     reported: set[Any] = set()
@@ -317,6 +366,8 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
         if shared > 0 and pools.world_size(role) % shared:
             message = f"does not divide the number of workers in {pool} ({pools.world_size(role)}); set a divisor"
             yield Problem(key, shared, message, also=_SIZES)
+        if "rollout" in role:
+            yield from _generating_ranks(role, pools.world_size(role), shared, values)
         if role == "rollout":
             continue
         section, engine, model, strategy = sections_of(role)
@@ -358,7 +409,8 @@ def _warnings(config: PPOConfig, values: Values) -> Iterator[str]:
         )
     if has_cut_log_probs(config.actor_rollout_ref.rollout):
         yield (
-            f"{_ROLLOUT}.name={values[f'{_ROLLOUT}.name']} with top_p, top_k or min_p at a temperature other than 1: "
+            f"{_ROLLOUT}.name={values[f'{_ROLLOUT}.name']} with top_p, top_k or min_p at temperature "
+            f"{values[f'{_ROLLOUT}.temperature']:g}: "
             "rollout_log_probs are of the cut distribution, old_log_probs of the full one, so the gap between them is reported and "
             "not checked"
         )
