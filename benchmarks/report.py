@@ -1,4 +1,4 @@
-"""The figures of docs/performance.md: run the benchmarks on this machine, keep the results, write the tables.
+"""The figures of docs/performance.md and other pages: run the benchmarks on this machine, keep the results, write the tables.
 
     python benchmarks/report.py [--only NAME ...]      run those that this machine can run, or only the named ones; write the tables
     python benchmarks/report.py --list                 the names, their commands, and when each was measured
@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "large_models.md")
 PACKAGES = ("torch", "transformers", "vllm", "trl")
 NAMES = {"vllm": "vLLM", "trl": "TRL", "trl+vllm": "TRL + vLLM"}
 """How tables write a side or package; others as they are."""
@@ -76,6 +76,11 @@ def by_controller(found: dict[str, Any]) -> Figures:
     return {"": found}
 
 
+def by_ranks(found: dict[str, Any]) -> Figures:
+    """simulated_cluster.py: one side per number of ranks."""
+    return {"": {f"{row['ranks']:.0f}": row for row in found["results"]}}
+
+
 def alone(found: dict[str, Any]) -> Figures:
     return {"": {"lockstep": found}}
 
@@ -87,6 +92,7 @@ READERS = {
     "train_step.py": by_name,
     "hybrid_cycle.py": by_phase,
     "startup.py": by_controller,
+    "simulated_cluster.py": by_ranks,
 }
 """Script -> how its JSON becomes figures; the others' JSON is one side's."""
 
@@ -125,6 +131,7 @@ COMMANDS = {
         "startup": "startup.py",
         "dispatch": "dispatch.py",
         "large-step": "controller.py --rows 16384 --response 32768 --mean-response 4096 --ranks 512",
+        "cluster": "simulated_cluster.py",
         "demo": "-m lockstep demo --device cpu --out {folder}",
     },
     "gpu": {
@@ -328,6 +335,20 @@ def controller_table(results: Results) -> list[str]:
     return lines
 
 
+def cluster_table(results: Results) -> list[str]:
+    lines = ["| ranks | step | controller | share | forming batches | serialisation | calls | sent, received | scoring, one core |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for ranks in (8, 64, 256, 512, 1024):
+        if (found := results.side("cluster", str(ranks))) is None:
+            continue
+        seconds = (f"{found[key]:.1f} s" for key in ("form_s", "serialise_s", "calls_s"))
+        share = f"{found['share']:.1%}, {found['share_with_scoring']:.1%} with scoring"
+        step = f"{found['step_s']:,.0f} s | {found['controller_s']:.1f} s | {share}"
+        moved = f"{found['sent_gb']:.2f}, {found['received_gb']:.2f} GB"
+        lines.append(f"| {ranks:,} | {step} | {' | '.join(seconds)} | {moved} | {found['score_s']:.1f} s |")
+    return lines
+
+
 def _number(figures: Side | None, key: str, digits: int) -> str:
     return f"{figures[key]:.{digits}f}" if figures and key in figures else "not measured"
 
@@ -394,6 +415,7 @@ TABLES: dict[str, Table] = {
     **{name: partial(comparison, name) for name in ROWS},
     "readme": readme_table,
     "controller": controller_table,
+    "cluster": cluster_table,
     "demo": demo_table,
     "cycle": cycle_table,
     "limits": limits_table,

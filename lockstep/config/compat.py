@@ -186,9 +186,6 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     "global_profiler.global_tool_config.torch_memory.kw_args": Unsupported(
         "set context, stacks or trace_alloc_max_entries next to it", (None, {})
     ),
-    "trainer.default_hdfs_dir": Unsupported(
-        "checkpoints are written to local or mounted folders; set trainer.default_local_dir"
-    ),
     "trainer.del_local_ckpt_after_load": Unsupported("checkpoints are kept after loading; set false"),
     "trainer.esi_redundant_time": Unsupported("the end of a cloud instance is not detected; set 0", (None, False, 0)),
     "reward_manager.source": _OWN_MANAGER,
@@ -256,7 +253,7 @@ UNSUPPORTED_KEYS |= _in_each(
 _SAMPLED_KL = f"KL is estimated from the sampled tokens; set one of {', '.join(KL_ESTIMATORS)}"
 
 UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
-    f"{_ARR}.rollout.name": dict.fromkeys(("trtllm", "tgi"), "set embedded, hf, vllm, sglang or server"),
+    f"{_ARR}.rollout.name": {"trtllm": "set embedded, hf, vllm, sglang, tgi or server"},
     "trainer.device": {"npu": "training runs on cuda and cpu"},
     "global_profiler.tool": dict.fromkeys(("npu", "precision_debugger"), "set torch, nsys or torch_memory"),
     "trainer.logger": dict.fromkeys(

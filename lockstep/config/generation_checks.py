@@ -32,6 +32,7 @@ def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]
         checks.adapters(values, "model"),
         checks.rollout_engine(values, "rollout"),
         _tensor_parallel(values),
+        _generating_workers(values),
         checks.sampling(values, "rollout"),
         _output(values, "data.output_path", ".parquet", ".jsonl", required=True),
         _max_model_len(values),
@@ -89,6 +90,12 @@ def _tensor_parallel(values: Values) -> Iterator[Problem]:
         yield Problem(key, ranks, message, also=sizes)
 
 
+def _generating_workers(values: Values) -> Iterator[Problem]:
+    if (count := values["rollout.n_gpus"]) is not None:
+        message = "all workers generate; set null, and trainer.n_gpus_per_node to the number of workers"
+        yield Problem("rollout.n_gpus", count, message, also=("trainer.n_gpus_per_node",))
+
+
 def _max_model_len(values: Values) -> Iterator[Problem]:
     lengths = ("data.max_prompt_length", "data.max_response_length")
     longest, limit = sum(values[name] for name in lengths), values["rollout.max_model_len"]
@@ -106,5 +113,7 @@ def _generation_warnings(values: Values) -> Iterator[str]:
     names = {*info.unread, *(("quantization",) if info.is_remote else ())} - {"dtype"}  # that of the model here
     keys = [key for key in values if key.removeprefix("rollout.") in names]
     unread |= {key: f"rollout.name is {engine}" for key in keys if values[key] != defaults[key]}
+    if values["rollout.server.reload_command"] is not None:
+        unread["rollout.server.reload_command"] = "the model is not trained"
     for key, why in unread.items():
         yield f"{key}={show(values[key])} has no effect: {why}"

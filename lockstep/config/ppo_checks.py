@@ -46,6 +46,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         _names(values),
         checks.fixed_values(values),
         _files(values, models),
+        checks.remote_store(config),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         () if config.trainer.val_only else setting_problems(config),
         _lengths(config, values),
@@ -334,6 +335,27 @@ def _layouts(config: PPOConfig, pools: Pools) -> Iterator[Problem]:
             yield differs
 
 
+def _generating_ranks(role: str, workers: int, shared: int, values: Values) -> Iterator[Problem]:
+    """`rollout.n_gpus`: the part of the actor's workers that generate. shared: workers of a rollout engine."""
+    key, count = f"{_ROLLOUT}.n_gpus", values[f"{_ROLLOUT}.n_gpus"]
+    info = ROLLOUT_ENGINES.info(values[f"{_ROLLOUT}.name"])
+    if count is None:
+        return
+    if role == "rollout":
+        message = "the rollout has its own pool, all of whose workers generate; set null, or trainer.placement=colocate or hybrid"
+        yield Problem(key, count, message, also=("trainer.placement", "resource_pool_mapping"))
+    elif not info.shares_weights:
+        message = f"rollout.name={values[f'{_ROLLOUT}.name']} generates on all workers of the actor; set null, or name=embedded"
+        yield Problem(key, count, message, also=(f"{_ROLLOUT}.name",))
+    elif count > workers:
+        yield Problem(
+            key, count, f"is more than the {workers} workers of the actor; set at most that, or null", also=_SIZES
+        )
+    elif count % max(1, shared):
+        message = f"is not a multiple of tensor_model_parallel_size={shared}, the workers of an engine; set one"
+        yield Problem(key, count, message, also=(f"{_ROLLOUT}.tensor_model_parallel_size",))
+
+
 def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
     """How the ranks of a pool shard models and split sequences; a problem of several roles in one pool is reported once."""
     reported: set[Any] = set()
@@ -344,6 +366,8 @@ def _ranks(pools: Pools, values: Values) -> Iterator[Problem]:
         if shared > 0 and pools.world_size(role) % shared:
             message = f"does not divide the number of workers in {pool} ({pools.world_size(role)}); set a divisor"
             yield Problem(key, shared, message, also=_SIZES)
+        if "rollout" in role:
+            yield from _generating_ranks(role, pools.world_size(role), shared, values)
         if role == "rollout":
             continue
         section, engine, model, strategy = sections_of(role)
@@ -385,7 +409,8 @@ def _warnings(config: PPOConfig, values: Values) -> Iterator[str]:
         )
     if has_cut_log_probs(config.actor_rollout_ref.rollout):
         yield (
-            f"{_ROLLOUT}.name={values[f'{_ROLLOUT}.name']} with top_p, top_k or min_p at a temperature other than 1: "
+            f"{_ROLLOUT}.name={values[f'{_ROLLOUT}.name']} with top_p, top_k or min_p at temperature "
+            f"{values[f'{_ROLLOUT}.temperature']:g}: "
             "rollout_log_probs are of the cut distribution, old_log_probs of the full one, so the gap between them is reported and "
             "not checked"
         )

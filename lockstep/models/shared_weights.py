@@ -38,6 +38,9 @@ def rollout_module(model: PreTrainedModel) -> PreTrainedModel:
     return module.eval().requires_grad_(False)
 
 
+_EMPTY = "_lockstep_left_empty"
+
+
 def share_weights(module: nn.Module, model: nn.Module) -> None:
     """Let the rollout's module use the model's own tensors as its parameters and buffers."""
     for name, tensor in chain(model.named_parameters(remove_duplicate=False), model.named_buffers()):
@@ -54,6 +57,13 @@ def copy_gathered(module: nn.Module, weights: Iterable[tuple[str, Tensor]], mode
              asked for.
     model:   tells which names are one tensor.
     """
+    if getattr(module, _EMPTY, False):
+        for _ in weights:
+            pass
+        for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+            if parameter.is_meta:
+                _set(module, name, torch.empty(0))  # not meta: like the other ranks' modules, it has been filled
+        return
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
@@ -78,6 +88,11 @@ def copy_gathered(module: nn.Module, weights: Iterable[tuple[str, Tensor]], mode
             _set(module, name, tensor)
         pack_weights(module)
     _check_complete(module)
+
+
+def leave_empty(module: nn.Module) -> None:
+    """`copy_gathered` takes part in gathering the weights, but keeps none in this module: its rank does not generate."""
+    setattr(module, _EMPTY, True)
 
 
 def release_weights(module: nn.Module) -> None:

@@ -111,6 +111,10 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "async/stale_groups": "groups that were dropped because of `trainer.max_staleness`",
         "async/filtered_groups": "groups that `algorithm.filter_groups` dropped",
     },
+    "Remote checkpoints": {
+        "checkpoint/remote_failures": "failed attempts to copy a checkpoint to `trainer.default_hdfs_dir`, since the process began",
+        "checkpoint/remote_behind": "saves that are newer than the newest complete copy; 0: the store is up to date",
+    },
     "Time and memory": {
         "timing_s/step": "seconds of the step, with validation and without saving",
         "timing_s/gen": "seconds of generation; `gen_max` is the greedy baseline of ReMax (`rollout.mode=sync`)",

@@ -9,6 +9,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.roles import sections_of
 from lockstep.config.schema import as_arguments, flat_values, with_values
 from lockstep.plan.estimate import GB, Plan, plan_of, show_lengths, show_seconds
+from lockstep.plan.layouts import DeepSpeedLayout, FsdpLayout, MegatronLayout
 from lockstep.plan.memory import RESERVED, Phase, cached_tokens
 
 Settings = dict[str, Any]
@@ -139,17 +140,12 @@ def _same_results(plan: Plan, phases: Sequence[Phase] | None = None) -> Iterator
     for part in (2, 4, 8, 16, 32, math.inf):
         if smaller := _merged(_smaller_micro_batches(plan, phase, values, part) for phase in phases):
             yield smaller
-    roles = dict.fromkeys([*(phase.role for phase in phases), *(model.role for model in plan.job.models)])
-    sections = list(dict.fromkeys(map(sections_of, roles)))
-    for section in sections:
-        yield {f"{section.model}.enable_gradient_checkpointing": True}
-    for section in sections:
-        engine = section.engine(values)
-        yield {f"{engine}.optimizer_offload": True}
-        if is_rl:
-            yield {f"{engine}.param_offload": True}
-        elif engine == section.fsdp:
-            yield {f"{engine}.offload_policy": True}
+    in_order = dict.fromkeys([*(phase.role for phase in phases), *(model.role for model in plan.job.models)])
+    roles = list({sections_of(role): role for role in reversed(in_order)}.values())[::-1]
+    for role in roles:
+        yield {f"{sections_of(role).model}.enable_gradient_checkpointing": True}
+    for role in roles:
+        yield from _offload(plan, role)
     if plan.missing_cache:
         yield from ({f"{_ROLLOUT}.gpu_memory_utilization": share} for share in (0.7, 0.85))
     elif is_rl and any(phase.name == "generate" for phase in phases):
@@ -157,12 +153,41 @@ def _same_results(plan: Plan, phases: Sequence[Phase] | None = None) -> Iterator
         yield from ({f"{_ROLLOUT}.gpu_memory_utilization": lower} for lower in (0.4, 0.3, 0.2) if lower < share)
         most = values[f"{_ROLLOUT}.max_num_seqs"]
         yield from ({f"{_ROLLOUT}.max_num_seqs": most // part} for part in (2, 4, 8) if most // part)
-    for section in (section for section in sections if section.engine(values) == section.fsdp):
-        sizes = (size for size in (2, 4, 8) if size <= max(model.ranks for model in plan.job.models))
-        yield from ({f"{section.role}.ulysses_sequence_parallel_size": size} for size in sizes)
+    for role in roles:
+        yield from _parallel_sizes(plan, role)
     if is_rl:
         yield from _tensor_parallel(plan, values)
         yield from ({"trainer.placement": name} for name in ("hybrid", "split"))
+
+
+def _engine(plan: Plan, role: str) -> str:
+    """The section of its training engine."""
+    return sections_of(role).engine(flat_values(plan.config))
+
+
+def _offload(plan: Plan, role: str) -> Iterator[Settings]:
+    key, layout = _engine(plan, role), plan.job.model(role).layout
+    yield {f"{key}.optimizer_offload": True}
+    if isinstance(plan.config, PPOConfig) or not isinstance(layout, FsdpLayout):
+        yield {f"{key}.param_offload": True}
+    else:
+        yield {f"{key}.offload_policy": True}
+    if isinstance(layout, MegatronLayout):
+        yield {f"{key}.param_offload": True, f"{key}.optimizer_offload": True, f"{key}.grad_offload": True}
+
+
+def _parallel_sizes(plan: Plan, role: str) -> Iterator[Settings]:
+    """More ranks that share a sequence or a model."""
+    key, layout = _engine(plan, role), plan.job.model(role).layout
+    ranks = max(model.ranks for model in plan.job.models)
+    sizes = [size for size in (2, 4, 8) if size <= ranks]
+    if isinstance(layout, FsdpLayout):
+        yield from ({f"{sections_of(role).role}.ulysses_sequence_parallel_size": size} for size in sizes)
+    elif isinstance(layout, DeepSpeedLayout):
+        yield from ({f"{key}.zero_stage": stage} for stage in (2, 3) if stage > layout.config.zero_stage)
+    elif isinstance(layout, MegatronLayout):
+        yield from ({f"{key}.tensor_model_parallel_size": size} for size in sizes if size > layout.tp)
+        yield from ({f"{key}.pipeline_model_parallel_size": size} for size in sizes if size > layout.pp)
 
 
 def _smaller_micro_batches(plan: Plan, phase: Phase, values: Settings, part: float) -> Settings:
@@ -192,8 +217,9 @@ def _tensor_parallel(plan: Plan, values: Settings) -> Iterator[Settings]:
 
 
 def _rounding(plan: Plan) -> Iterator[Settings]:
-    trained, values = [model.role for model in plan.job.models if model.update is not None], flat_values(plan.config)
-    yield from ({f"{sections_of(role).engine(values)}.model_dtype": "bfloat16"} for role in trained)
+    for model in plan.job.models:
+        if model.update is not None and isinstance(model.layout, FsdpLayout):  # the others' masters are float32
+            yield {f"{_engine(plan, model.role)}.model_dtype": "bfloat16"}
 
 
 def _more_gpus(plan: Plan) -> list[Settings]:

@@ -38,7 +38,7 @@ class Work:
 class BatchUnits:
     """The units of one model's forward or update.
 
-    ranks:      of the role; `sequence_parallel` of them share each sequence.
+    ranks:      of the role; `row_ranks` of them have the same rows, of which `sequence_parallel` have different tokens.
     sequences:  of a step, or of one mini-batch for an update.
     per_rank:   the share of one data-parallel rank.
     micro:      its largest micro-batch.
@@ -47,6 +47,7 @@ class BatchUnits:
     """
 
     ranks: int
+    row_ranks: int
     sequence_parallel: int
     sequences: int
     per_rank: Work
@@ -75,6 +76,7 @@ def batch_units(
     samples: int,
     lengths: Lengths,
     ranks: int,
+    row_ranks: int,
     sequence_parallel: int,
     packed: bool,
     micro_rows: int | None,
@@ -85,7 +87,7 @@ def batch_units(
 
     group: sequences that stay in one micro-batch.
     """
-    rows = math.ceil(sequences / (ranks // sequence_parallel))
+    rows = math.ceil(sequences / (ranks // row_ranks))
     fitting = min(micro_rows or rows, rows)
     if max_tokens is not None:
         limit = max_tokens * sequence_parallel
@@ -95,6 +97,7 @@ def batch_units(
     fitting = max(group, fitting - fitting % group)
     return BatchUnits(
         ranks,
+        row_ranks,
         sequence_parallel,
         sequences,
         work(rows, samples, lengths, packed),

@@ -2,98 +2,28 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engines import ROLLOUT_ENGINES, RolloutEngineInfo
-from lockstep.config.model import FSDPEngineConfig, HFModelConfig
+from lockstep.config.model import FSDPEngineConfig, HFModelConfig, TrainEngineConfig
 from lockstep.config.old_log_probs import old_log_probs_source
 from lockstep.config.placement import need_reference_policy, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.roles import sections_of
-from lockstep.config.train_engines import ranks_per_sequence
-from lockstep.plan.adapters import Adapters, FourBitBase, adapters_of, four_bit_base
+from lockstep.config.train_engines import engine_settings, ranks_per_row, ranks_per_sequence
+from lockstep.plan.adapters import adapters_of, four_bit_base
 from lockstep.plan.batch_units import BatchUnits, Lengths, batch_units, log_prob_limits, micro_limits
 from lockstep.plan.hardware import Device
+from lockstep.plan.layouts import layout_of
+from lockstep.plan.model import Model
 from lockstep.plan.model_shape import ModelShape
 
 ShapeOf = Callable[[str, str], ModelShape]
 """(path, config section) -> the model's sizes."""
 
 _ITEMSIZE = {"float32": 4, "fp32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "fp16": 2}
-
-
-@dataclass(frozen=True)
-class Model:
-    """One model on the ranks of its pool.
-
-    machines:        that the ranks are on.
-    master, compute: bytes per parameter of the master weights and of what computes.
-    shards:          ranks that a copy of it is distributed over.
-    update:          units of an optimizer step; None for a model that is not trained.
-    passes:          phase without gradient -> its units.
-    updates:         optimizer steps in a training step.
-    decodes:         whether it generates the rollouts.
-    adapters:        trained instead of its parameters.
-    four_bit:        the part of the frozen parameters that is in 4 bits.
-    is_scalar:       has a head to one number, not to the vocabulary.
-    """
-
-    role: str
-    pool: str
-    ranks: int
-    machines: int
-    shape: ModelShape
-    master: int
-    compute: int
-    shards: int
-    engine: FSDPEngineConfig
-    checkpointing: bool
-    update: BatchUnits | None = None
-    passes: dict[str, BatchUnits] = field(default_factory=dict)
-    updates: int = 0
-    decodes: bool = False
-    adapters: Adapters | None = None
-    four_bit: FourBitBase | None = None
-    is_scalar: bool = False
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.ranks > 1 or self.engine.offload_policy
-
-    @property
-    def num_trained(self) -> int:
-        """Parameters with a gradient and moments."""
-        if self.update is None:
-            return 0
-        return self.shape.parameters if self.adapters is None else self.adapters.parameters
-
-    @property
-    def num_frozen(self) -> int:
-        return self.shape.parameters if self.update is None or self.adapters is not None else 0
-
-    @property
-    def num_adapters(self) -> int:
-        """Parameters of the adapters."""
-        return 0 if self.adapters is None else self.adapters.parameters
-
-    @property
-    def four_bit_bytes(self) -> float:
-        """Bytes of the weights in 4 bits, which are not sharded."""
-        return 0.0 if self.four_bit is None else self.four_bit.bytes
-
-    @property
-    def num_wide(self) -> int:
-        """Parameters that are not in 4 bits, without adapters."""
-        return self.shape.parameters - (0 if self.four_bit is None else self.four_bit.parameters)
-
-    def layer_bytes(self, num_tokens: int) -> int:
-        """What the forward of one layer keeps for the backward."""
-        entries = 0 if self.adapters is None else self.adapters.layer_entries
-        if self.four_bit is not None:  # its modules keep the activated gate and its product with up, too
-            entries += 2 * self.shape.active_experts * self.shape.inner
-        return self.shape.activation_bytes(num_tokens, self.compute) + num_tokens * entries * self.compute
 
 
 @dataclass(frozen=True)
@@ -187,7 +117,7 @@ class _Roles:
         return self._model(
             role,
             policy.model,
-            actor.fsdp_config,
+            engine_settings(actor),
             update=self._units(role, actor, policy.model, limits, mini),
             passes=passes,
             updates=updates,
@@ -195,13 +125,15 @@ class _Roles:
         )
 
     def rollout(self) -> Model:
-        found = self._model("rollout", self.policy.model, self.policy.actor.fsdp_config, decodes=True)
+        trained = engine_settings(self.policy.actor)
+        engine = FSDPEngineConfig(model_dtype=trained.model_dtype, dtype=trained.dtype)  # it is not trained
+        found = self._model("rollout", self.policy.model, engine, decodes=True)
         return found if self.rollout_engine.takes_adapters else replace(found, four_bit=None)
 
     def reference(self) -> Model:
         ref = self.policy.ref
         units = self._units("ref", ref, self.policy.model, log_prob_limits(ref))
-        found = self._model("ref", self.policy.model, ref.fsdp_config, passes={"reference log-probs": units})
+        found = self._model("ref", self.policy.model, engine_settings(ref), passes={"reference log-probs": units})
         return replace(found, adapters=None, four_bit=None)
 
     def critic(self) -> Model:
@@ -213,7 +145,7 @@ class _Roles:
         return self._model(
             "critic",
             critic.model,
-            critic.model.fsdp_config,
+            engine_settings(critic),
             update=self._units("critic", critic, critic.model, update, mini),
             passes={"values": self._units("critic", critic, critic.model, forward)},
             updates=math.ceil(self.sequences / mini) * critic.ppo_epochs,
@@ -226,28 +158,30 @@ class _Roles:
             reward.micro_batch_size_per_gpu, reward.use_dynamic_bsz, reward.forward_max_token_len_per_gpu
         )
         passes = {"reward model": self._units("rm", reward, reward.model, limits)}
-        found = self._model("rm", reward.model, reward.model.fsdp_config, passes=passes, is_scalar=True)
+        found = self._model("rm", reward.model, engine_settings(reward), passes=passes, is_scalar=True)
         return replace(found, adapters=None, four_bit=None)
 
     def sequences_per_engine(self) -> int:
         ranks = self.pools.world_size("rollout" if self.has_rollout_pool else self.actor_role)
+        ranks = ranks if self.has_rollout_pool else self.policy.rollout.n_gpus or ranks
         return math.ceil(self.sequences / max(1, ranks // self.policy.rollout.tensor_model_parallel_size))
 
     def _units(
         self, role: str, section: Any, model: HFModelConfig, limits: dict[str, Any], sequences: int | None = None
     ) -> BatchUnits:
-        """sequences: of a mini-batch; None is all of a step. section: with the role's `ulysses_sequence_parallel_size`."""
+        """sequences: of a mini-batch; None is all of a step. section: of the role."""
         return batch_units(
             self.sequences if sequences is None else sequences,
             samples=self.policy.rollout.n,
             lengths=self.lengths,
             ranks=self.pools.world_size(role),
+            row_ranks=ranks_per_row(section),
             sequence_parallel=ranks_per_sequence(section),
             packed=model.use_remove_padding,
             **limits,
         )
 
-    def _model(self, role: str, section: HFModelConfig, engine: FSDPEngineConfig, **more: Any) -> Model:
+    def _model(self, role: str, section: HFModelConfig, engine: TrainEngineConfig, **more: Any) -> Model:
         pool = self.pools.role_pools[role]
         shape = self.shape_of(section.path, sections_of(role).model)
         ranks, machines = self.pools.world_size(role), len(self.pools.spec[pool])
@@ -261,7 +195,7 @@ def model_of(
     machines: int,
     shape: ModelShape,
     section: HFModelConfig,
-    engine: FSDPEngineConfig,
+    engine: TrainEngineConfig,
     device: Device,
     **more: Any,
 ) -> Model:
@@ -275,7 +209,7 @@ def model_of(
         shape,
         master,
         compute,
-        ranks if engine.fsdp_size == -1 else engine.fsdp_size,
+        layout_of(engine, ranks, shape),
         engine,
         checkpointing=section.enable_gradient_checkpointing,
         adapters=adapters_of(section, shape),

@@ -28,8 +28,10 @@ from lockstep.plan.batch_units import BatchUnits, Lengths
 from lockstep.plan.dataflow import STAGES
 from lockstep.plan.estimate import GB, Plan, longest_lengths, model_shape, plan_of, show_lengths, show_seconds
 from lockstep.plan.hardware import DEVICES, Device, find_device
-from lockstep.plan.job import NO_ROLLOUT, Model
+from lockstep.plan.job import NO_ROLLOUT
+from lockstep.plan.layouts import DeepSpeedLayout
 from lockstep.plan.memory import UPDATES, cached_tokens
+from lockstep.plan.model import Model
 from lockstep.plan.search import Pool, overrides_of, search
 from lockstep.plan.token_budgets import describe_budgets, with_token_budgets
 
@@ -220,14 +222,18 @@ def _settings(pool: Pool) -> str:
     parts = []
     if trains:
         parts.append(f"{own.max_tokens:,} tokens")
-        parts += [f"SP {own.sequence_parallel}"] if own.sequence_parallel > 1 else []
-        parts += [f"fsdp_size {own.shards}"] if own.shards != -1 else []
+        sizes = own.sizes
+        parts += [f"SP {sizes.sequence_parallel}"] if sizes.sequence_parallel > 1 else []
+        parts += [f"fsdp_size {sizes.shards}"] if sizes.shards != -1 else []
+        named = {"tensor": sizes.tensor, "pipeline": sizes.pipeline, "expert": sizes.expert}
+        parts += [f"{name} {ranks}" for name, ranks in named.items() if ranks > 1]
+        parts += [f"ZeRO {sizes.zero_stage}"] if any(isinstance(m.layout, DeepSpeedLayout) for m in pool.models) else []
         offloaded = {"none": [], "frozen": ["frozen models"], "all": ["parameters"]}[own.param_offload]
         offloaded += ["optimizer"] if own.optimizer_offload else []
         parts += [f"offload {' and '.join(offloaded)}"] if offloaded else []
     if pool.roles & {"actor_rollout", "rollout"}:
         parts.append(f"utilization {own.utilization:g}")
-        parts += [f"TP {own.tensor_parallel}"] if own.tensor_parallel > 1 else []
+        parts += [f"rollout TP {own.tensor_parallel}"] if own.tensor_parallel > 1 else []
     return ", ".join(parts)
 
 
@@ -275,8 +281,8 @@ def _decoding(plan: Plan) -> str:
 
 
 def _units(model: Model, units: BatchUnits) -> str:
-    groups = units.ranks // units.sequence_parallel
-    shared = f" of {units.sequence_parallel} devices each" if units.sequence_parallel > 1 else ""
+    groups = units.ranks // units.row_ranks
+    shared = f" of {units.row_ranks} devices each" if units.row_ranks > 1 else ""
     return (
         f"{_count(model.updates, 'optimizer step')} of {units.sequences} sequences, over {_count(groups, 'data-parallel rank')}"
         f"{shared}, {units.per_rank.rows} on each: {_count(units.num_micro, 'micro-batch', 'es')} of at most "

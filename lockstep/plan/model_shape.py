@@ -1,6 +1,7 @@
 """The sizes of a decoder-only model, from its config.json."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +17,10 @@ _WITH_QK_NORM = ("qwen3", "gemma3", "olmo2", "olmo3")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes per layer; a model with experts has `experts` MLPs of size `inner`, of which a token uses `active_experts`."""
+    """Sizes per layer; a model with experts has `experts` MLPs of size `inner`, of which a token uses `active_experts`.
+
+    shared_experts: of these, those that every token uses.
+    """
 
     model_type: str
     vocabulary: int
@@ -29,6 +33,7 @@ class ModelShape:
     tied: bool
     experts: int = 1
     active_experts: int = 1
+    shared_experts: int = 0
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelShape":
@@ -62,6 +67,7 @@ class ModelShape:
             tied=bool(text.get("tie_word_embeddings", model_type.startswith(_TIED_BY_DEFAULT))),
             experts=max(experts, 1) + shared,
             active_experts=size("num_experts_per_tok", default=1) + shared if experts else 1,
+            shared_experts=shared if experts else 0,
         )
 
     @property
@@ -75,10 +81,23 @@ class ModelShape:
     def mlp_parameters(self) -> int:
         return 3 * self.width * self.inner
 
+    @property
+    def routed_experts(self) -> int:
+        """Experts that the router chooses from; 0 without experts."""
+        return self.experts - self.shared_experts if self.experts > 1 else 0
+
+    @property
+    def router_parameters(self) -> int:
+        return self.width * self.experts if self.experts > 1 else 0
+
+    @property
+    def norm_parameters(self) -> int:
+        return 2 * self.width
+
     @cached_property
     def layer_parameters(self) -> int:
-        router = self.width * self.experts if self.experts > 1 else 0
-        return self.attention_parameters + self.experts * self.mlp_parameters + router + 2 * self.width
+        mlps = self.experts * self.mlp_parameters
+        return self.attention_parameters + mlps + self.router_parameters + self.norm_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -93,9 +112,9 @@ class ModelShape:
         """Parameters of a layer that one token is multiplied with."""
         return self.attention_parameters + self.active_experts * self.mlp_parameters
 
-    def kv_bytes(self, itemsize: int) -> int:
-        """KV cache of one token."""
-        return 2 * self.layers * self.key_heads * self.head_dim * itemsize
+    def kv_bytes(self, itemsize: int, ranks: int = 1) -> int:
+        """KV cache of one token, on each of the `ranks` that split its heads; with more ranks than heads, several have the same."""
+        return 2 * self.layers * math.ceil(self.key_heads / ranks) * self.head_dim * itemsize
 
     def activation_bytes(self, num_tokens: int, itemsize: int) -> int:
         """What the forward of one layer keeps for the backward."""

@@ -6,24 +6,27 @@ The settings of a pool depend only on its roles and its GPUs, so that each such 
 `lockstep plan`. What changes results (batch sizes, dtypes, lengths) is left as it is.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
 from typing import Any, Literal
 
+from lockstep.config.engines import TRAIN_ENGINES
 from lockstep.config.micro_batches import RL
 from lockstep.config.placement import POOLS, ROLES, TooFewWorkers, needed_models, pools_of
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.roles import sections_of
+from lockstep.config.roles import FSDP, sections_of
 from lockstep.config.schema import defaults, get_in, to_plain, with_values
 from lockstep.plan.adapters import adapters_of
 from lockstep.plan.batch_units import Lengths
 from lockstep.plan.dataflow import busy_time, slowest_pool
 from lockstep.plan.estimate import longest_lengths, model_shape
 from lockstep.plan.hardware import Device
-from lockstep.plan.job import Job, Model, job_of
+from lockstep.plan.job import Job, job_of
 from lockstep.plan.memory import RESERVED, missing_cache, phases
+from lockstep.plan.model import Model
+from lockstep.plan.model_shape import ModelShape
 from lockstep.plan.step_time import step_times, transfer_time
 
 TOKEN_BUDGETS = (8192, 16384, 32768)
@@ -40,42 +43,61 @@ OFFLOAD: tuple[tuple[Offloaded, bool], ...] = (
 FROZEN = {"ref", "rm"}
 """Roles that are not trained."""
 
+MOST_LAYOUTS = 12
+"""Parallel sizes of Megatron that are planned with all other settings."""
+
 _POOL_NAMES = {"actor_rollout": "actor_pool", "rm": "reward_pool"}
 
 Roles = frozenset[str]
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Parallel sizes of the models of a pool.
+
+    sequence_parallel, shards:   of FSDP; shards: ranks that hold one copy of a model, -1 for all.
+    tensor, pipeline, expert:    of Megatron.
+    zero_stage:                  of DeepSpeed.
+    """
+
+    sequence_parallel: int = 1
+    shards: int = -1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    zero_stage: int = 2
+
+
+@dataclass(frozen=True)
 class Settings:
     """What the search varies for all roles of a pool.
 
-    shards:           ranks that hold one copy of a model; -1 for all.
     param_offload:    models whose parameters are offloaded; frozen: only those that are not trained.
     max_tokens:       of a micro-batch on one GPU.
     utilization:      share of the memory for the rollout.
     tensor_parallel:  ranks of a rollout engine.
     """
 
-    sequence_parallel: int
-    shards: int
+    sizes: Sizes
     param_offload: Offloaded
     optimizer_offload: bool
     max_tokens: int
     utilization: float
     tensor_parallel: int
 
-    def keys(self, roles: Collection[str]) -> dict[str, Any]:
-        """Config key -> value."""
+    def keys(self, roles: Collection[str], engines: Mapping[str, str]) -> dict[str, Any]:
+        """Config key -> value. engines: role -> `TrainEngineInfo.section` of its training engine."""
         found: dict[str, Any] = {}
         for role in (role for role in ROLES if role in roles and role != "rollout"):
-            sections = sections_of(role)
-            found[f"{sections.role}.ulysses_sequence_parallel_size"] = self.sequence_parallel
-            found[f"{sections.fsdp}.ulysses_sequence_parallel_size"] = 1  # the larger of the two counts
-            found[f"{sections.fsdp}.fsdp_size"] = self.shards
-            offloads_frozen = role in FROZEN and self.param_offload == "frozen"
-            found[f"{sections.fsdp}.param_offload"] = offloads_frozen or self.param_offload == "all"
+            sections, section = sections_of(role), engines[role]
+            engine = sections.of_engine(section)
+            offloads = self.param_offload == "all" or (role in FROZEN and self.param_offload == "frozen")
+            own = _ENGINE_KEYS[section](self.sizes, offloads, role not in FROZEN)
+            found |= {f"{engine}.{key}": value for key, value in own.items()}
+            if section == FSDP:
+                found[f"{sections.role}.ulysses_sequence_parallel_size"] = self.sizes.sequence_parallel
             if role not in FROZEN:
-                found[f"{sections.fsdp}.optimizer_offload"] = self.optimizer_offload
+                found[f"{engine}.optimizer_offload"] = self.optimizer_offload
             for keys in RL.values():
                 if keys.role == role.removesuffix("_rollout"):
                     found |= {keys.switch: True, keys.tokens: self.max_tokens}
@@ -83,6 +105,31 @@ class Settings:
             found["actor_rollout_ref.rollout.gpu_memory_utilization"] = self.utilization
             found["actor_rollout_ref.rollout.tensor_model_parallel_size"] = self.tensor_parallel
         return found
+
+
+def _fsdp_keys(sizes: Sizes, offloads: bool, is_trained: bool) -> dict[str, Any]:
+    # the larger of the engine's and the role's ulysses_sequence_parallel_size counts
+    return {"ulysses_sequence_parallel_size": 1, "fsdp_size": sizes.shards, "param_offload": offloads}
+
+
+def _megatron_keys(sizes: Sizes, offloads: bool, is_trained: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "expert_model_parallel_size": sizes.expert,
+        "expert_tensor_parallel_size": 1 if sizes.expert > 1 else None,
+        "param_offload": offloads,
+    }
+    return found | ({"grad_offload": offloads} if is_trained else {})
+
+
+def _deepspeed_keys(sizes: Sizes, offloads: bool, is_trained: bool) -> dict[str, Any]:
+    can_offload = sizes.zero_stage == 3 or not is_trained
+    return {"zero_stage": sizes.zero_stage, "param_offload": offloads and can_offload}
+
+
+_ENGINE_KEYS = {FSDP: _fsdp_keys, "megatron": _megatron_keys, "deepspeed": _deepspeed_keys}
+"""Section of an engine -> (sizes, whether parameters are offloaded, whether it trains) -> its keys."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +186,7 @@ class _Search:
         self.per_machine, self.num_machines = config.trainer.n_gpus_per_node, config.trainer.nnodes
         policy = config.actor_rollout_ref.model
         self.has_adapters = adapters_of(policy, model_shape(policy.path, "actor_rollout_ref.model")) is not None
+        self.engines = engines_of(config)
         self.pool, self.jobs = cache(self._pool), cache(self._jobs)
 
     def candidates(self) -> Iterator[Candidate]:
@@ -176,21 +224,22 @@ class _Search:
 
     def _pool(self, roles: Roles, size: int) -> Pool | None:
         """The roles with their fastest settings; None if they do not fit."""
-        sp_sizes, rollouts = self._sequence_parallel_sizes(roles, size), self._rollouts(roles, size)
-        if not rollouts:
+        groups, rollouts = self._sizes(roles, size), self._rollouts(roles, size)
+        if not rollouts or not groups:
             return None
-        tokens = self._token_budgets(roles, sp_sizes[-1])[0]
-        rollout = min(rollouts, key=lambda found: (found[0], -found[1]))
-        if self._planned(roles, size, Settings(sp_sizes[-1], -1, *OFFLOAD[-1], tokens, *rollout)) is None:
-            return None  # with the least memory
+        if len(groups) > 1:  # the last group needs the least memory
+            least = min(rollouts, key=lambda found: (found[0], -found[1]))
+            tokens = self._token_budgets(roles, groups[-1][0].sequence_parallel)[0]
+            if self._planned(roles, size, Settings(groups[-1][0], *OFFLOAD[-1], tokens, *least)) is None:
+                return None
         best: Pool | None = None
-        for sp in sp_sizes:
+        for group in groups:
             without_offload = False
-            for shards in self._shard_sizes(roles, size):
+            for sizes in group:
                 for offload in (one for one in OFFLOAD if one[0] != "frozen" or roles & FROZEN):
                     settings = [
-                        Settings(sp, shards, *offload, tokens, utilization, ranks)
-                        for tokens in self._token_budgets(roles, sp)
+                        Settings(sizes, *offload, tokens, utilization, ranks)
+                        for tokens in self._token_budgets(roles, sizes.sequence_parallel)
                         for utilization, ranks in rollouts
                     ]
                     fitting = [pool for own in settings if (pool := self._planned(roles, size, own)) is not None]
@@ -199,7 +248,7 @@ class _Search:
                         without_offload |= offload == OFFLOAD[0]
                         break
             if without_offload:
-                break  # more ranks per sequence only add communication
+                break  # the next group only adds communication
         return best
 
     def _planned(self, roles: Roles, size: int, settings: Settings) -> Pool | None:
@@ -218,7 +267,7 @@ class _Search:
         """All roles in one pool as a job, for the longest and for typical lengths. outside: a role in a separate pool."""
         mapping = dict.fromkeys(ROLES, "pool") | {outside: "other"} if outside else {}
         spec = {"pool": self._machines(size), "other": self._machines(size)}
-        keys = settings.keys(ROLES) | {"resource_pool_spec": spec, "resource_pool_mapping": mapping}
+        keys = settings.keys(ROLES, self.engines) | {"resource_pool_spec": spec, "resource_pool_mapping": mapping}
         config = with_values(self.config, keys)
         longest = job_of(config, self.device, longest_lengths(config), model_shape)
         if self.typical == longest.lengths:
@@ -228,20 +277,58 @@ class _Search:
     def _machines(self, size: int) -> list[int]:
         return [size] if size <= self.per_machine else [self.per_machine] * (size // self.per_machine)
 
+    def _sizes(self, roles: Roles, size: int) -> list[list[Sizes]]:
+        """Parallel sizes to try, in groups of which each adds communication and saves memory."""
+        engines = {self.engines[role] for role in roles - {"rollout"}}
+        if "megatron" in engines:
+            return [self._megatron_sizes(roles, size)]
+        if "deepspeed" in engines:
+            return [[Sizes(zero_stage=stage)] for stage in (1, 2, 3)]
+        shard_sizes = [-1] if size <= self.per_machine or not engines else [-1, self.per_machine]
+        return [[Sizes(sp, shards) for shards in shard_sizes] for sp in self._sequence_parallel_sizes(roles, size)]
+
+    def _megatron_sizes(self, roles: Roles, size: int) -> list[Sizes]:
+        """All that divide ranks, layers and heads; tensor parallelism within a machine, experts within a stage."""
+        shapes = self._shapes(roles)
+        experts = [shape.routed_experts for shape in shapes if shape.routed_experts]
+        found = []
+        for tensor in _powers_of_two(min(size, self.per_machine) + 1):
+            for pipeline in range(1, min(shape.layers for shape in shapes) + 1):
+                stage, rest = divmod(size, pipeline)
+                if rest or stage % tensor or not _divides(tensor, pipeline, shapes):
+                    continue
+                for expert in _powers_of_two(min(experts, default=1) + 1):
+                    if stage % expert == 0 and all(count % expert == 0 for count in experts):
+                        found.append(Sizes(tensor=tensor, pipeline=pipeline, expert=expert))
+        fewest = sorted(found, key=lambda sizes: sizes.tensor * sizes.pipeline * sizes.expert)
+        return self._promising(roles, size, fewest)
+
+    def _promising(self, roles: Roles, size: int, candidates: Sequence[Sizes]) -> list[Sizes]:
+        """Those that fit with the least memory, the fastest of them first."""
+        rollout = min(self._rollouts(roles, size), key=lambda found: (found[0], -found[1]), default=None)
+        if rollout is None:
+            return []
+        tokens = self._token_budgets(roles, 1)[0]
+        planned = [
+            (pool.seconds, number)
+            for number, sizes in enumerate(candidates)
+            if (pool := self._planned(roles, size, Settings(sizes, *OFFLOAD[-1], tokens, *rollout))) is not None
+        ]
+        return [candidates[number] for _, number in sorted(planned)[:MOST_LAYOUTS]]
+
+    def _shapes(self, roles: Roles) -> list[ModelShape]:
+        models = {sections_of(role).model for role in roles - {"rollout"}}
+        return [model_shape(attrgetter(section)(self.config).path, section) for section in models]
+
     def _sequence_parallel_sizes(self, roles: Roles, size: int) -> list[int]:
         if roles == {"rollout"}:
             return [1]
         models = {sections_of(role).model for role in roles - {"rollout"}}
-        values = {section: attrgetter(section)(self.config) for section in models}
-        if not all(model.use_remove_padding for model in values.values()):
+        if not all(attrgetter(section)(self.config).use_remove_padding for section in models):
             return [1]
-        heads = [model_shape(model.path, section).heads for section, model in values.items()]
+        heads = [shape.heads for shape in self._shapes(roles)]
         sizes = _powers_of_two(min(size, self.per_machine) + 1)
         return [sp for sp in sizes if size % sp == 0 and all(count % sp == 0 for count in heads)]
-
-    def _shard_sizes(self, roles: Roles, size: int) -> list[int]:
-        """All ranks, or those of one machine with replicas on the others."""
-        return [-1] if size <= self.per_machine or roles == {"rollout"} else [-1, self.per_machine]
 
     def _token_budgets(self, roles: Roles, sp: int) -> list[int]:
         if roles == {"rollout"}:
@@ -258,6 +345,15 @@ class _Search:
         return [(share, ranks) for share in shares for ranks in self.tensor_parallel if size % ranks == 0]
 
 
+def engines_of(config: PPOConfig) -> dict[str, str]:
+    """Role -> the section of its training engine."""
+    return {role: TRAIN_ENGINES.info(sections_of(role).config(config).strategy).section for role in ROLES}
+
+
+def _divides(tensor: int, pipeline: int, shapes: Sequence[ModelShape]) -> bool:
+    return all(not (s.layers % pipeline or s.heads % tensor or s.key_heads % tensor) for s in shapes)
+
+
 def _of_roles(job: Job, roles: Roles) -> Job:
     return replace(job, models=[model for model in job.models if model.role in roles])
 
@@ -265,7 +361,9 @@ def _of_roles(job: Job, roles: Roles) -> Job:
 def overrides_of(candidate: Candidate, config: PPOConfig) -> dict[str, Any]:
     """The keys to set, without those that have their value already or get it from another key."""
     wanted = {
-        key: value for pool in candidate.pools for key, value in pool.settings.keys(pool.roles).items()
+        key: value
+        for pool in candidate.pools
+        for key, value in pool.settings.keys(pool.roles, engines_of(config)).items()
     } | _placement(candidate, config)
     values, default_tree = to_plain(config), defaults(PPOConfig)
 

@@ -7,11 +7,11 @@ The constants are fitted to the measured steps of docs/plan.md; a phase is the s
 import math
 from collections.abc import Sequence
 
-from lockstep.kernels.activation_memory import GRADIENT_BYTES
 from lockstep.plan.batch_units import BatchUnits
 from lockstep.plan.hardware import Device
-from lockstep.plan.job import Job, Model
+from lockstep.plan.job import Job
 from lockstep.plan.memory import Phase
+from lockstep.plan.model import Model, link
 
 HALF_EFFICIENT_WIDTH = 350
 """Matrix products of a model this wide reach half of the device's rate, wider ones more: w / (w + this)."""
@@ -52,14 +52,14 @@ def transfer_time(device: Device, models: Sequence[Model]) -> float:
     actor, rollout = (next((model for model in models if model.role == role), None) for role in ("actor", "rollout"))
     if actor is None or rollout is None:
         return 0.0
-    link = device.peer_link if rollout.machines == actor.machines == 1 else device.network
-    return actor.compute * actor.num_trained * (1 / link + 1 / _link(device, actor, actor.shards))
+    between = device.peer_link if rollout.machines == actor.machines == 1 else device.network
+    return actor.compute * actor.num_trained * (1 / between + 1 / link(device, actor, actor.layout.shards))
 
 
 def fitting_sequences(job: Job, phase: Phase) -> int:
     """Sequences of average length that the KV cache of `phase` holds, of those that may decode together."""
     model, rollout = job.model(phase.role), job.rollout
-    cached = phase.parts.get("KV cache", 0.0) * rollout.tensor_parallel / model.shape.kv_bytes(model.compute)
+    cached = phase.parts.get("KV cache", 0.0) / model.shape.kv_bytes(model.compute, rollout.tensor_parallel)
     return int(min(rollout.concurrent, max(1, cached // (job.lengths.prompt + job.lengths.response / 2))))
 
 
@@ -72,20 +72,20 @@ def _generation(job: Job, phase: Phase) -> float:
     context = lengths.prompt + lengths.response / 2
     weights = model.compute * (shape.layers * _touched_layer(model, concurrent) + shape.head_parameters)
     weights += _dequantising(model) if rollout.engine.takes_adapters else 0.0
-    cache = concurrent * context * shape.kv_bytes(model.compute)
+    cache = concurrent * context * shape.kv_bytes(model.compute, ranks)
     products = 2 * concurrent * (shape.layers * shape.active_layer_parameters + shape.head_parameters)
-    step = max((weights + cache) / device.bandwidth, products / _rate(device, shape.width)) / ranks
+    step = max((weights / ranks + cache) / device.bandwidth, products / ranks / _rate(device, shape.width))
     step += shape.layers * (device.layer_overhead_s + (2 * ALL_REDUCE_S if ranks > 1 else 0.0))
     has_adapters = model.adapters is not None and rollout.engine.takes_adapters
     step += shape.layers * ADAPTERS_DECODE_S if has_adapters else 0.0
     prompts = math.ceil(rollout.sequences / job.samples) * lengths.prompt
     prefill = 2 * prompts * shape.layers * shape.active_layer_parameters / _rate(device, shape.width) / ranks
     gather = 0.0
-    if model.is_sharded and model.update is not None:
+    if model.update is not None and (ranks > 1 or not model.layout.lends):
         # offload frees the rollout's copy; merged weights are sent as a whole
         sends_all = model.engine.param_offload or not rollout.engine.takes_adapters
         changed = shape.parameters if sends_all else model.num_trained
-        gather = model.compute * changed / _link(device, model, model.shards)
+        gather = model.compute * changed / link(device, model, model.layout.shards)
     return gather + prefill + waves * lengths.response * step
 
 
@@ -106,14 +106,9 @@ def _touched_layer(model: Model, num_tokens: float) -> float:
 def _update(job: Job, model: Model, phase: Phase) -> float:
     """One optimizer step."""
     assert model.update is not None
-    device, shape = job.device, model.shape
-    layer = model.layer_bytes(model.update.tokens_per_device)
-    stream = model.update.tokens_per_device * shape.width * 4
-    kept = shape.layers
-    if phase.parts["activations"] < shape.layers * layer:
-        kept = int((phase.parts["activations"] - layer - shape.layers * stream) // (layer - stream))
-    recomputed = 1 - max(0, kept) / shape.layers
-    share = model.num_trained / model.shards
+    device = job.device
+    recomputed = model.layout.recomputed(model, phase.parts["activations"])
+    share = model.layout.optimized(model)
     optimizer = OPTIMIZER_PASSES * (3 * model.master + 4) / 2 * share / device.bandwidth
     if model.engine.optimizer_offload and not device.is_cpu:
         optimizer += 2 * model.master * share / device.host_link
@@ -122,7 +117,7 @@ def _update(job: Job, model: Model, phase: Phase) -> float:
 
 def _pass(job: Job, model: Model, units: BatchUnits, recomputed: float | None) -> float:
     """recomputed: share of the layers that the backward pass computes again; None without a backward pass."""
-    device, shape, lengths = job.device, model.shape, job.lengths
+    device, shape, lengths, layout = job.device, model.shape, job.lengths, model.layout
     tokens, targets = (n / units.sequence_parallel for n in (units.per_rank.tokens, units.per_rank.targets))
     # forwards' worth of work: attention's backward takes two, that of a linear layer one for its input and one for its weight
     passes = 1.0 if recomputed is None else 3 + recomputed
@@ -140,32 +135,8 @@ def _pass(job: Job, model: Model, units: BatchUnits, recomputed: float | None) -
         per_logit = LOGIT_BYTES + (0 if recomputed is None else LOGIT_GRADIENT_BYTES)
         traffic += targets * shape.vocabulary * per_logit
     compute = attention + (layers + head + adapters) / _rate(device, shape.width) + traffic / device.bandwidth
-    if units.sequence_parallel > 1:  # queries, keys, values and outputs change owners
-        exchanged = 2 * (shape.heads + shape.key_heads) * shape.head_dim * model.compute * tokens * shape.layers
-        compute += exchanged * passes / _link(device, model, units.sequence_parallel)
-    if not model.is_sharded:
-        return compute
-    return max(compute, _communication(device, model, units, updates=recomputed is not None))
-
-
-def _communication(device: Device, model: Model, units: BatchUnits, *, updates: bool) -> float:
-    """Gathers of the parameters and reductions of the gradients, which overlap with the computation."""
-    link, size = _link(device, model, model.shards), model.num_wide
-    gathers = units.num_micro * (2 if updates else 1) * model.compute * size
-    if not updates:
-        return gathers / link
-    reduced = units.num_micro * GRADIENT_BYTES * model.num_trained / link
-    replicas = model.ranks // model.shards
-    if replicas > 1:  # the last micro-batch sums the shards of all replicas
-        spans = device.network if model.machines > 1 else device.peer_link
-        reduced += 2 * GRADIENT_BYTES * model.num_trained / model.shards / spans
-    return gathers / link + reduced
-
-
-def _link(device: Device, model: Model, group: int) -> float:
-    """Bytes per second of a collective of `group` consecutive ranks."""
-    per_machine = model.ranks // model.machines
-    return device.peer_link if group <= per_machine else min(device.peer_link, per_machine * device.network)
+    compute = compute / layout.product_ranks + layout.exchanged(device, model, units, passes)
+    return max(layout.bubble(units) * compute, layout.overlapped(device, model, units, updates=recomputed is not None))
 
 
 def _rate(device: Device, width: int) -> float:

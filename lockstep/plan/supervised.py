@@ -6,6 +6,7 @@ and need less memory than that.
 
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.sft import SupervisedConfig
+from lockstep.config.train_engines import engine_settings, ranks_per_row, ranks_per_sequence
 from lockstep.plan.batch_units import Lengths, batch_units, micro_limits
 from lockstep.plan.hardware import Device
 from lockstep.plan.job import NO_ROLLOUT, Job, ShapeOf, model_of
@@ -25,7 +26,8 @@ def supervised_job(
         samples=1,
         lengths=lengths,
         ranks=ranks,
-        sequence_parallel=model.fsdp_config.ulysses_sequence_parallel_size,
+        row_ranks=ranks_per_row(model),
+        sequence_parallel=ranks_per_sequence(model),
         packed=model.use_remove_padding,
         group=per_row,
         **micro_limits(micro_rows, data.use_dynamic_bsz, data.max_token_len_per_gpu),
@@ -37,7 +39,7 @@ def supervised_job(
         len(machines),
         shape_of(model.path, "model"),
         model,
-        model.fsdp_config,
+        engine_settings(model),
         device,
         update=update,
         updates=1,

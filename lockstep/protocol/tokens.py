@@ -59,6 +59,11 @@ def shape_of(batch: Batch, name: str) -> tuple[int, ...]:
 
 def row_sums(batch: Batch, name: str) -> Tensor:
     """(B,) the sum of each row of a column of responses."""
+    stored = batch.pack().stored(name) if is_ragged(batch) else None
+    if isinstance(stored, Ragged) and stored.values.dim() == 1 and not stored.values.is_floating_point():
+        ends = stored.lengths.cumsum(0)
+        totals = torch.nn.functional.pad(stored.values.cumsum(0, dtype=torch.int64), (1, 0))
+        return totals[ends] - totals[ends - stored.lengths]
     return torch.cat([read(part, name).sum(-1) for part in row_chunks(batch)])
 
 

@@ -13,8 +13,8 @@ A worker method declares its mode with `@register`. The modes:
     DP_COMPUTE_METRIC           every DataProto is split by rows               list of all outputs
     make_nd_compute_dataproto_dispatch_fn(mesh)
                                 split over the data-parallel ranks of a mesh;  the joined DataProto of one rank
-                                ranks that share a data-parallel rank get      per data-parallel rank
-                                the same rows
+                                ranks that share a data-parallel rank get      per data-parallel rank; the others
+                                the same rows                                  return None
 
 If the rows do not divide evenly, the batch is padded before dispatch: the added rows are marked under the batch key
 `is_padding`, which a worker may read (`lockstep.protocol.real_rows`), and are dropped from the joined result. A method
@@ -153,8 +153,8 @@ def dispatch_nd_compute_dataproto(mesh_name: str, worker_group: Group, *args: An
     parts, named_parts = split_rows(mesh.dp_size, args, kwargs)
 
     def per_rank(shares: Sequence[Any]) -> list[Any]:
-        # Ranks with the same rows get separate batch objects, so that one popping keys does not affect the others.
-        return [_shallow_copy(shares[dp_rank]) for dp_rank in mesh.dp_ranks]
+        # Ranks with the same rows get the same object: a backend sends it once, and gives each worker its own batch.
+        return [shares[dp_rank] for dp_rank in mesh.dp_ranks]
 
     return tuple(per_rank(p) for p in parts), {name: per_rank(p) for name, p in named_parts.items()}
 
@@ -211,7 +211,8 @@ def _padded_part(num_parts: int, index: int, data: Any) -> Any:
     return _split(num_parts, data)[index]
 
 
-def _shallow_copy(share: Any) -> Any:
+def separate_batch(share: Any) -> Any:
+    """A batch with the same columns, so that a worker that pops keys does not affect others; other values as they are."""
     if isinstance(share, TensorDict):
         return share.copy()
     return share.select() if isinstance(share, DataProto) else share
@@ -307,13 +308,15 @@ def register(
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = _materialize(args, kwargs) if materialize_futures else (args, kwargs)
             marks = _padding_marks(args, kwargs)
-            return _mark_output(method(self, *args, **kwargs), marks, method.__qualname__)
+            output = method(self, *args, **kwargs)
+            return _mark_output(output, marks, method.__qualname__) if _is_collected(self, mode) else None
 
         @functools.wraps(method)
         async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = _materialize(args, kwargs) if materialize_futures else (args, kwargs)
             marks = _padding_marks(args, kwargs)
-            return _mark_output(await method(self, *args, **kwargs), marks, method.__qualname__)
+            output = await method(self, *args, **kwargs)
+            return _mark_output(output, marks, method.__qualname__) if _is_collected(self, mode) else None
 
         wrapper: Any = call_async if inspect.iscoroutinefunction(method) else call
         setattr(wrapper, _REGISTRATION, registration)
@@ -326,6 +329,16 @@ def registered_methods(worker_cls: type) -> dict[str, Registration]:
     """Every method of the class with `@register`."""
     found = {name: getattr(getattr(worker_cls, name, None), _REGISTRATION, None) for name in dir(worker_cls)}
     return {name: registration for name, registration in found.items() if registration is not None}
+
+
+def _is_collected(worker: Any, mode: DispatchMode) -> bool:
+    """False on a rank whose output the mode does not read: another rank of the mesh has the same rows."""
+    collect: Any = mode["collect_fn"]
+    if getattr(collect, "func", None) is not collect_nd_compute_dataproto:
+        return True
+    (mesh_name,) = collect.args
+    meshes: dict[str, tuple[int, bool]] = getattr(worker, "_meshes", {})
+    return meshes.get(mesh_name, (0, True))[1]
 
 
 def _materialize(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

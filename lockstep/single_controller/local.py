@@ -5,9 +5,11 @@ Arguments and outputs are passed by reference. Several workers are allowed if th
 
 import asyncio
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
-from lockstep.single_controller.futures import Future
+from lockstep.single_controller.dispatch import Execute, separate_batch
+from lockstep.single_controller.futures import Future, FutureList
 from lockstep.single_controller.worker import worker_place
 from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
 
@@ -39,6 +41,17 @@ class LocalWorkerGroup(WorkerGroup):
                     raise
         return workers
 
+    def _execute(
+        self,
+        method_name: str,
+        execute_mode: Execute,
+        shares: Sequence[Sequence[Any]],
+        named_shares: dict[str, Sequence[Any]],
+    ) -> FutureList:
+        separate = [_separated(share) for share in shares]
+        named: dict[str, Sequence[Any]] = {name: _separated(share) for name, share in named_shares.items()}
+        return super()._execute(method_name, execute_mode, separate, named)
+
     def _submit(self, rank: int, method_name: str, args: list[Any], kwargs: dict[str, Any]) -> LocalFuture:
         try:
             output = getattr(self.workers[rank], method_name)(*args, **kwargs)
@@ -46,6 +59,16 @@ class LocalWorkerGroup(WorkerGroup):
         except Exception as error:  # noqa: BLE001 - the boundary between worker and controller
             error.add_note(self.failure_note(rank, method_name))
             return LocalFuture(error=error)
+
+
+def _separated(share: Sequence[Any]) -> list[Any]:
+    """Every rank's own batch, if several get the same one."""
+    seen: set[int] = set()
+    separate = []
+    for value in share:
+        separate.append(separate_batch(value) if id(value) in seen else value)
+        seen.add(id(value))
+    return separate
 
 
 LOCAL = Backend("local", ResourcePool, ClassWithInitArgs, LocalWorkerGroup)

@@ -61,7 +61,7 @@ class RolloutGap:
 
     @torch.no_grad()
     def add(self, rollout: Tensor, trainer: Tensor, mask: Tensor, route_mismatch: Tensor | None = None) -> None:
-        """Log-probs of one part, (B, R), and the share of layers with other experts."""
+        """Log-probs of one part, of any shape, and the share of layers with other experts."""
         chosen = mask.bool()
         distance = (rollout - trainer).abs().masked_fill(~chosen, 0.0)
         difference = (rollout.exp() - trainer.exp()).abs().masked_fill(~chosen, 0.0)

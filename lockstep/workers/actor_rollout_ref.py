@@ -19,6 +19,8 @@ import torch
 from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, RefConfig, RolloutConfig
 from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.engines.rollout.rollout_engine import (
+    IdleEngine,
+    RolloutEngine,
     check_request,
     create_rollout_engine,
     longest_sequence,
@@ -85,11 +87,15 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             self._split_check = SplitCheck()
             self._register_dispatch_collect_info("actor", self.actor.dp_rank, self.actor.group_rank == 0)
         if self.is_rollout:
-            self.rollout = create_rollout_engine(
-                config.rollout,
-                eos_token_ids=eos_token_ids(self.tokenizer, folder),
-                pad_token_id=self.tokenizer.pad_token_id,
-            )
+            num_generating = (config.rollout.n_gpus if self.is_actor else None) or self.world_size
+            generates = self.rank < num_generating
+            self.rollout: RolloutEngine = IdleEngine(config.rollout)
+            if generates:
+                self.rollout = create_rollout_engine(
+                    config.rollout,
+                    eos_token_ids=eos_token_ids(self.tokenizer, folder),
+                    pad_token_id=self.tokenizer.pad_token_id,
+                )
             if self.is_actor and self.rollout.info.shares_weights:
                 self.generator = self.actor.rollout_module()
                 self.rollout.bind(self.generator)
@@ -101,7 +107,10 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                     self.rollout.drops_weights = True
                     self.rollout.sleep()
             tp = config.rollout.tensor_model_parallel_size
-            self._register_dispatch_collect_info("rollout", self.rank // tp, self.rank % tp == 0)
+            engine = (
+                self.rank // tp % (num_generating // tp)
+            )  # a rank that does not generate gets the rows of one that does
+            self._register_dispatch_collect_info("rollout", engine, generates and self.rank % tp == 0)
         if self.is_actor and config.model.lora_rank:
             self.ref = self.actor  # with its adapters off
         elif self.is_ref:
@@ -208,7 +217,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     @cached_property
     def _canary_prompt(self) -> list[int]:
         words = set(range(self.tokenizer.vocab_size)) - set(self.tokenizer.all_special_ids)
-        return canary_prompt(words, self.config.rollout)
+        return self.rollout.prompt_like(canary_prompt(words, self.config.rollout))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def canary_log_probs(self, rows: DataProto) -> torch.Tensor:

@@ -148,6 +148,15 @@ REF = "actor_rollout_ref.ref"
             [f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.name=hf", "trainer.n_gpus_per_node=2"],
             f"not supported: each worker holds the whole rollout model; set 1, or {ROLLOUT}.name=embedded or vllm",
         ),
+        (
+            [f"{ROLLOUT}.n_gpus=3", f"{ROLLOUT}.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4"],
+            "n_gpus=3: is not a multiple of tensor_model_parallel_size=2",
+        ),
+        ([f"{ROLLOUT}.n_gpus=8", "trainer.n_gpus_per_node=4"], "n_gpus=8: is more than the 4 workers of the actor"),
+        (
+            [f"{ROLLOUT}.n_gpus=1", "trainer.placement=split", "trainer.n_gpus_per_node=4"],
+            "n_gpus=1: the rollout has its own pool",
+        ),
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], "does not divide the number of workers in global_pool (1)"),
         ([f"{ROLLOUT}.over_sample_rate=1"], "over_sample_rate=1.0: must be at least 0 and below 1"),
         ([f"{ROLLOUT}.over_sample_rate=0.1", f"{ROLLOUT}.mode=sync"], f"set {ROLLOUT}.mode=async"),
@@ -282,6 +291,9 @@ def test_the_run_says_which_log_probs_of_vllm_it_trains_on(
     assert caplog.text.count("rollout_log_probs are of the cut distribution, old_log_probs of the full one") == 1
 
 
+TGI = ["name=tgi", "server.urls=[http://a]", "server.reload_command='restart {folder}'"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -292,7 +304,7 @@ def test_the_run_says_which_log_probs_of_vllm_it_trains_on(
             "server.urls=http://a:1/v1: must be a base URL without a path",
         ),
         (["name=server", "server.urls=[http://a,http://a]"], "lists a server twice"),
-        (["name=server", "server.urls=[http://a]", "server.kind=tgi"], "server.kind=tgi"),
+        (["name=server", "server.urls=[http://a]", "server.kind=llama"], "server.kind=llama"),
         (["name=server", "server.urls=[http://a]", "server.kind=openai"], "has no endpoints for weight updates"),
         (
             ["name=server", "server.urls=[http://a]", "server.timeout_s=0"],
@@ -311,12 +323,49 @@ def test_the_run_says_which_log_probs_of_vllm_it_trains_on(
             ["name=sglang", "server.urls=[http://a]", "tensor_model_parallel_size=2"],
             "servers are started with their own parallelism; set 1",
         ),
+        (["name=tgi"], "name=tgi: not supported without running servers: list them in"),
+        (["name=tgi", "server.urls=[http://a]", "server.kind=vllm"], "name=tgi speaks TGI's protocol"),
+        (
+            ["name=tgi", "server.urls=[http://a]"],
+            f"{ROLLOUT}.name=tgi: such a server has no endpoints for weight updates; set {ROLLOUT}.server.reload_command",
+        ),
+        (
+            ["name=server", "server.urls=[http://a]", "server.kind=tgi"],
+            f"{ROLLOUT}.server.kind=tgi: such a server has no endpoints for weight updates; set {ROLLOUT}.server.reload_command",
+        ),
+        ([*TGI, "ignore_eos=true"], "ignore_eos=true: TGI has no such setting; set false"),
+        ([*TGI, "min_p=0.1"], f"{ROLLOUT}.min_p=0.1: TGI has no such setting; set 0.0"),
+        ([*TGI, "val_kwargs.min_p=0.1"], "val_kwargs.min_p=0.1: TGI has no such setting; set 0.0"),
+        ([*TGI, "server.sleep=true"], "server.sleep=true: not supported with"),
+        ([*TGI, "server.weight_transfer=file"], "server.weight_transfer=file: "),
+        (
+            [*TGI, "server.urls=[http://a,http://b]"],
+            "runs once for each server, so it must have {url} among its arguments",
+        ),
+        ([*TGI, "server.reload_command=restart"], "must have {folder} among its arguments"),
+        ([*TGI, 'server.reload_command="restart \'{folder}"'], "cannot be split into arguments (No closing quotation)"),
+        ([*TGI, "server.reload_timeout_s=0"], "server.reload_timeout_s=0.0: must be greater than 0"),
     ],
 )
 def test_servers_are_checked(minimal: list[str], overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(PPOConfig, [*minimal, *(f"{ROLLOUT}.{override}" for override in overrides)])
     assert message in str(caught.value)
+
+
+def test_a_server_that_is_reloaded_can_train(minimal: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    more = [*(f"{ROLLOUT}.{override}" for override in TGI), "trainer.default_local_dir=/tmp/some_run"]
+    server = load_config(PPOConfig, [*minimal, *more]).actor_rollout_ref.rollout.server
+    assert server.reload_command == "restart {folder}" and server.weights_folder == "/tmp/some_run/rollout_weights"
+    chosen = load_config(PPOConfig, [*minimal, *more, f"{ROLLOUT}.server.weights_folder=/tmp/shared"])
+    assert chosen.actor_rollout_ref.rollout.server.weights_folder == "/tmp/shared"
+    for kind in ("vllm", "sglang", "openai"):
+        load_config(PPOConfig, [*minimal, *more, f"{ROLLOUT}.name=server", f"{ROLLOUT}.server.kind={kind}"])
+    assert "cut distribution" not in caplog.text
+    load_config(PPOConfig, [*minimal, *more, f"{ROLLOUT}.top_p=0.9"])
+    assert (
+        caplog.text.count("name=tgi with top_p, top_k or min_p at temperature 1: rollout_log_probs are of the cut") == 1
+    )
 
 
 def test_an_openai_server_can_serve_a_policy_that_is_not_trained(minimal: list[str]) -> None:

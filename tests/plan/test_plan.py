@@ -161,12 +161,12 @@ def test_agrees_with_a_measured_run_in_4_bits(command: Any) -> None:
 
 def test_units_of_a_micro_batch() -> None:
     shared = {"samples": 8, "lengths": Lengths(512, 1024), "packed": True, "micro_rows": None}
-    units = batch_units(128, ranks=1, sequence_parallel=1, max_tokens=16384, **shared)  # type: ignore[arg-type]
+    units = batch_units(128, ranks=1, row_ranks=1, sequence_parallel=1, max_tokens=16384, **shared)  # type: ignore[arg-type]
     assert (units.micro.rows, units.micro.tokens, units.micro.targets) == (15, 2 * 512 + 15 * 1024, 15 * 1024)
     assert units.num_micro == 9 and units.per_rank.rows == 128
-    four = batch_units(128, ranks=8, sequence_parallel=4, max_tokens=16384, **shared)  # type: ignore[arg-type]
+    four = batch_units(128, ranks=8, row_ranks=4, sequence_parallel=4, max_tokens=16384, **shared)  # type: ignore[arg-type]
     assert four.per_rank.rows == 64 and four.tokens_per_device <= 16384 and four.micro.tokens > 16384
-    one = batch_units(128, ranks=1, sequence_parallel=1, max_tokens=10, **shared)  # type: ignore[arg-type]
+    one = batch_units(128, ranks=1, row_ranks=1, sequence_parallel=1, max_tokens=10, **shared)  # type: ignore[arg-type]
     assert one.micro.rows == 1 and one.num_micro == 128
 
 
@@ -337,7 +337,7 @@ def test_vllm_has_a_copy_of_the_weights_while_it_is_awake(
     assert found["update actor"].get("weights for decoding") == (None if sleeps else copy)
 
 
-@pytest.mark.parametrize("name", ["server", "sglang"])
+@pytest.mark.parametrize("name", ["server", "sglang", "tgi"])
 def test_servers_are_not_part_of_the_plan(command: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rollout = "actor_rollout_ref.rollout"
     more = [f"{rollout}.name={name}", f"{rollout}.server.urls=[http://127.0.0.1:8000]"]

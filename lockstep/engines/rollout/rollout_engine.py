@@ -18,7 +18,9 @@ from lockstep.models.loading import open_causal_lm, resolve_dtype
 from lockstep.models.lora import install_adapters
 from lockstep.models.model_check import check_causal, check_log_probs, reference_log_probs
 from lockstep.models.packed_weights import pack_weights
+from lockstep.models.shared_weights import leave_empty
 from lockstep.models.split_weights import split_of
+from lockstep.models.tensor_group import tensor_group
 from lockstep.models.token_models import PolicyModel
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.fingerprint import fingerprint
@@ -83,6 +85,10 @@ class RolloutEngine(ABC):
             yield
         finally:
             self.abort(self.unfinished())
+
+    def prompt_like(self, token_ids: list[int]) -> list[int]:
+        """A prompt that the engine can take: `token_ids`, or other tokens of about the same text if it takes text."""
+        return token_ids
 
     def canaries(self, request: GenerationRequest) -> list[Completion]:
         """The request's completion by every copy of the weights that the engine has."""
@@ -176,6 +182,47 @@ class ModuleEngine(RolloutEngine):
         split = split_of(self.module)
         found = {name: state[name] for name in names if name in state}
         return {name: fingerprint(own if split is None else split.whole(name, own)) for name, own in found.items()}
+
+
+class IdleEngine(RolloutEngine):
+    """The engine of a rank that does not generate (`rollout.n_gpus`): it takes part in what is collective, and holds no weights.
+
+    Its responses are empty; those of a rank that generates the same rows are collected.
+    """
+
+    def __init__(self, config: RolloutConfig) -> None:
+        self.config = config
+        self.info = ROLLOUT_ENGINES.info(config.name)  # type: ignore[misc]
+        self.max_model_len = longest_sequence(config)
+
+    def bind(self, model: nn.Module) -> None:
+        tensor_group(self.config.tensor_model_parallel_size)
+        leave_empty(model)
+
+    def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
+        raise TypeError("an engine that does not generate holds no copy of the weights")
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
+        return [Completion([], [], "abort", []) for _ in requests]
+
+    def add(self, request_id: int, request: GenerationRequest) -> None:
+        """Ignored: another rank has it too."""
+
+    def step(self) -> Mapping[int, Outcome]:
+        return {}
+
+    def unfinished(self) -> list[int]:
+        return []
+
+    def abort(self, request_ids: Collection[int]) -> dict[int, Completion]:
+        return {}
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        for _ in weights:
+            pass
+
+    def fingerprints(self, names: Sequence[str]) -> dict[str, int]:
+        return {}
 
 
 def create_rollout_engine(config: RolloutConfig, eos_token_ids: Sequence[int], pad_token_id: int) -> RolloutEngine:

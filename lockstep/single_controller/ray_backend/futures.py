@@ -79,15 +79,16 @@ class RayFuture(Future):
                 raise_deaths()
                 continue
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
-            index = min(pending[ref] for ref in ready)
-            del pending[given[index].ref]
-            try:
-                values[index] = given[index].value()
-            except WorkerDiedError:
-                raise
-            except Exception as error:
-                _raise_death_among([given[i] for i in pending.values()], error)
-                raise
+            finished = sorted(pending.pop(ref) for ref in ready)
+            for position, index in enumerate(finished):
+                try:
+                    values[index] = given[index].value()
+                except WorkerDiedError:
+                    raise
+                except Exception as error:
+                    others = [*finished[position + 1 :], *pending.values()]
+                    _raise_death_among([given[i] for i in others], error)
+                    raise
         return values
 
 

@@ -2,16 +2,18 @@
 
 start      reserve the pool's machines, start one WorkerHost per process, set each one's rank and master address,
            construct the workers
-call       a DataProto goes through the object store, split by rows; an argument shared by all ranks is stored once
+call       a DataProto goes through the object store, split by rows; what several ranks get is stored once
 future     holds Ray's reference; if passed to another group, that group's workers fetch the output directly
 shutdown   stops the processes; the last group of a pool releases its machines
 """
 
 import functools
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self
 
+from lockstep.protocol import DataProtoFuture
 from lockstep.single_controller.dispatch import (
     Execute,
     collect_dp_compute_data_proto,
@@ -31,7 +33,7 @@ from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, 
 JOINING = (collect_dp_compute_data_proto, collect_nd_compute_dataproto)
 """Collect functions that copy the outputs into one batch."""
 
-SMALL = (type(None), bool, int, float, str, ray.ObjectRef)
+SMALL = (type(None), bool, int, float, str, ray.ObjectRef, DataProtoFuture)
 """Types of arguments that are cheaper to send than to store, or are stored already."""
 
 SHUTDOWN_TIMEOUT_S = 5.0
@@ -302,10 +304,11 @@ class RayWorkerGroup(WorkerGroup):
 
 
 def _store_shared(share: Sequence[Any]) -> Sequence[Any]:
-    """Store a share once and pass its reference if it is the same object for all ranks."""
-    if len(share) < 2 or any(other is not share[0] for other in share):
-        return share
-    return [_stored(share[0])] * len(share)
+    """Store what several ranks get once, and pass its reference."""
+    counts = Counter(map(id, share))
+    distinct = {id(arg): arg for arg in share}
+    passed = {key: arg if counts[key] == 1 else _stored(arg) for key, arg in distinct.items()}
+    return [passed[id(arg)] for arg in share]
 
 
 def _stored(arg: Any) -> Any:

@@ -21,7 +21,7 @@ def check_finite(batch: DataProto, *keys: str) -> None:
         if key not in batch.tensors:
             continue
         values, mask = entries(batch.tensors, key, "response_mask")
-        if not torch.isfinite(values[mask.bool()]).all():
+        if not torch.isfinite(values).all() and not torch.isfinite(values[mask.bool()]).all():
             bad = ~torch.isfinite(read(batch.tensors, key)) & read(batch.tensors, "response_mask").bool()
             rows = bad.any(-1).nonzero().flatten().tolist()
             raise AuditError(
@@ -142,7 +142,7 @@ def rollout_gap(batch: DataProto, bound: GapBound, *, is_expected: bool = False)
     for part in row_chunks(batch.tensors):
         names = ("rollout_log_probs", "old_log_probs", "response_mask")
         routes = ("route_mismatch",) if "route_mismatch" in part else ()
-        gap.add(*(read(part, name) for name in (*names, *routes)))
+        gap.add(*entries(part, *names, *routes))
     metrics = reduced_over_ranks(gap.metrics(*gap.sums()))
     if not is_expected:
         bound.check(metrics)
