@@ -38,7 +38,7 @@ from lockstep.trainer.main_ppo import main
 from tests.hub import use_hub, write_cache
 from tests.judge_server import serve, verdict
 from tests.programs import run_python
-from tests.tiny import save_tiny_model, write_rows
+from tests.tiny import save_tiny_model, save_tiny_moe, write_rows
 
 if TYPE_CHECKING:
     from tests.shared_processes import SharedProcesses
@@ -122,6 +122,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, judge_url: str) -> dict[str
         "s3://bucket": fill_bucket(folder),
         "run.yaml": str(folder / "run.yaml"),
         "$MODEL": str(folder / "model"),
+        "$MOE": str(save_tiny_moe(folder / "moe")),
         "$DATA": str(folder),
         "$RUN": str(folder),
         "$RAW": str(folder),
