@@ -12,7 +12,7 @@ from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo import forks
-from lockstep.trainer.ppo.mini_batches import call_balanced, lay_out, loss_preparation, mini_batches_of
+from lockstep.trainer.ppo.mini_batches import Balanced, lay_out, loss_preparation, mini_batches_of
 from lockstep.utils.metrics import reduced_over_ranks
 from lockstep.utils.timing import marked_timer
 
@@ -48,13 +48,16 @@ def forward_passes(
     """The batch with the outputs of the passes. groups: the worker group of each pass; None skips it."""
     inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses", "response_mask"], [])
     waiting = {}
+    balanced: dict[int, Balanced] = {}  # by the number of data-parallel ranks
     for name, group in groups.items():
         if group is None:
             continue
         mesh, method = PASSES[name]
         with marked_timer(name, timing):
             num_ranks = group.mesh(mesh).dp_size if config.trainer.balance_batch else 1
-            waiting[name] = call_balanced(getattr(group, method), inputs, num_ranks)
+            if num_ranks not in balanced:
+                balanced[num_ranks] = Balanced.over(inputs, num_ranks)
+            waiting[name] = balanced[num_ranks].call(getattr(group, method))
     for name, outputs in waiting.items():
         with marked_timer(name, timing):
             batch = batch.union(outputs())
