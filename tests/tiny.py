@@ -8,7 +8,15 @@ import pandas as pd
 import torch
 from tensordict import TensorDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config
+from transformers import (
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -55,6 +63,27 @@ def save_tiny_model(folder: Path, seed: int = 0, **changes: Any) -> Path:
     """Save a model folder, with weights large enough for non-uniform predictions."""
     torch.manual_seed(seed)
     model = Qwen2ForCausalLM(tiny_config(**changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(4.0)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_tiny_moe(folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """Save the folder of a Qwen3-MoE model with 8 experts, of which 2 compute each token."""
+    sizes = SIZES | {"max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+    }
+    torch.manual_seed(seed)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=259, **sizes | experts | changes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

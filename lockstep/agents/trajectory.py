@@ -8,7 +8,9 @@ A trajectory only grows, and sampled ids are never rendered again: training sees
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lockstep.protocol.generation import Completion
+import numpy as np
+
+from lockstep.protocol.generation import Completion, first_routes
 
 NOT_SAMPLED = -1
 """Policy version of a token that the policy did not write."""
@@ -23,6 +25,7 @@ class Trajectory:
     response_mask:   1 = sampled by the policy, 0 = context.
     log_probs:       of sampled tokens at the time of sampling; 0 for context.
     policy_versions: of the weights that sampled each token; NOT_SAMPLED for context.
+    routes:          the experts of its tokens from the first on, as in `Completion`; None if none are known.
     """
 
     prompt_ids: list[int]
@@ -30,6 +33,7 @@ class Trajectory:
     response_mask: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
+    routes: np.ndarray | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -51,6 +55,7 @@ class Trajectory:
         self.response_mask += [1] * num_tokens
         self.log_probs += completion.log_probs
         self.policy_versions += completion.policy_versions
+        self.routes = first_routes(self.routes, completion.routes)
 
     def add_context(self, ids: Sequence[int]) -> None:
         """Append tokens that are no training target."""

@@ -18,7 +18,7 @@ from lockstep.config.bounds import (
     UnitFloat,
 )
 from lockstep.config.deepspeed import DeepSpeedEngineConfig
-from lockstep.config.engines import ROLLOUT_ENGINES
+from lockstep.config.engines import ROLLOUT_ENGINES, SERVER_KINDS
 from lockstep.config.megatron import McoreEngineConfig, RefMcoreEngineConfig
 from lockstep.config.model import CheckpointConfig, Dtype, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.config.policy_loss import PolicyLossConfig
@@ -27,6 +27,15 @@ from lockstep.config.profiler import ProfilerConfig
 _ACTOR = "actor_rollout_ref.actor"
 
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@dataclass(frozen=True)
+class RouterReplayConfig:
+    """Which experts compute a token in training, for a mixture of experts (docs/moe.md)."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """disabled: those that the router chooses. R2: updates use the experts of the old-log-prob pass. R3: this pass and updates use
+    the experts of the rollout. The reference and the critic are not affected."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,9 @@ class ActorConfig:
     """Weight of the KL term."""
     kl_loss_type: KLEstimator = "low_var_kl"
     """KL estimator of the KL term; see `algorithm.kl_penalty`."""
+    router_replay: RouterReplayConfig = field(default_factory=RouterReplayConfig)
+    router_aux_loss_coef: NonNegativeFloat = 0.0
+    """Weight of the loss that balances the load of experts, computed per response and averaged over responses (docs/moe.md)."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optim: FSDPOptimizerConfig = field(default_factory=FSDPOptimizerConfig)
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
@@ -124,13 +136,14 @@ class CheckpointEngineConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Inference servers that are already running, for the engines server and sglang."""
+    """Inference servers that are already running, for the engines server, sglang and tgi."""
 
     urls: list[str] = field(default_factory=list)
     """Base URLs, such as http://127.0.0.1:8000. Each worker uses its share of them; requests go to the server with the fewest
     outstanding tokens, those with equal prompts to the same one."""
-    kind: Literal["auto", "vllm", "sglang", "openai"] = "auto"
-    """Protocol; auto asks the server. openai is `/v1/completions` with token ids and log-probs, without weight updates."""
+    kind: Literal["auto", "vllm", "sglang", "openai", "tgi"] = "auto"
+    """Protocol; auto asks the server whether it is vllm, sglang or openai. openai is `/v1/completions` with token ids and
+    log-probs; tgi is Hugging Face's text-generation-inference. Both have no weight updates: see `reload_command`."""
     model: str | None = None
     """Name under which the server serves the model; null takes its only one."""
     api_key_env: str | None = None
@@ -150,15 +163,17 @@ class ServerConfig:
     distributed: broadcast in a process group of worker and servers, NCCL or on CPU gloo. auto is file for vllm on this machine or
     with `weights_folder`, tensor for sglang on CPU, otherwise distributed."""
     weights_folder: str | None = None
-    """Folder that workers and servers share, for weight_transfer=file; null is this machine's memory (/dev/shm), for servers on
-    the same machine."""
+    """Folder that workers and servers share, for weight_transfer=file and reload_command. null is this machine's memory (/dev/shm),
+    for servers on the same machine; with reload_command it is `rollout_weights` in trainer.default_local_dir."""
+    reload_command: str | None = None
+    """Program that brings new weights to a server by a restart or a reload. After each update the weights are written as a Hugging
+    Face folder, and the program runs once for each server: {folder}, {version} and {url} in its arguments are replaced. No shell
+    interprets it, unless it is `bash -c '...'`. Slow: for servers that cannot take weights (docs/servers.md)."""
+    reload_timeout_s: PositiveFloat = 600.0
+    """Deadline of reload_command and of the server's first answer after it."""
     sleep: bool = False
     """Let the servers release their GPU memory between rollouts, because they share the trainer's GPUs. They must have been started
     with --enable-sleep-mode (vllm) or --enable-memory-saver (sglang)."""
-
-
-WEIGHT_TRANSFERS = {"vllm": ("file", "distributed"), "sglang": ("tensor", "distributed")}
-"""Kind of server to the forms of `weight_transfer` that it has."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +238,8 @@ class AgentConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     name: str = "embedded"
-    """Rollout engine: embedded (decodes with the trainer's weights), hf (transformers' generate), vllm (holds a copy), or server
-    and sglang (running servers, see `server`)."""
+    """Rollout engine: embedded (decodes with the trainer's weights), hf (transformers' generate), vllm (holds a copy), or server,
+    sglang and tgi (running servers, see `server`)."""
     mode: Literal["sync", "async"] = "sync"
     """async generates the samples of a step as independent requests and scores each prompt's samples while others still generate,
     for slow rewards; sync generates all, then scores all. Both give the same batch. Default async with trainer.async_mode or
@@ -290,6 +305,9 @@ class RolloutConfig:
     """vllm: quantise the weights when they are loaded, such as fp8."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of an engine, by its name: engine_kwargs.vllm overrides arguments of `vllm.LLM`."""
+    enable_rollout_routing_replay: bool = False
+    """Record the experts that compute each token (batch key `routed_experts`), for actor.router_replay.mode=R3, where it is the
+    default; without R3 the difference to the trainer's is only reported (docs/moe.md)."""
     calculate_log_probs: bool = True
     """Return the log-prob of each sampled token (batch key `rollout_log_probs`)."""
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
@@ -308,11 +326,14 @@ class RolloutConfig:
 def has_cut_log_probs(rollout: RolloutConfig) -> bool:
     """Whether the rollout's log-probs are of the distribution that top_p, top_k and min_p have cut, unlike the trainer's.
 
-    vLLM computes those of the full distribution only without these filters or at temperature 1.
+    vLLM computes those of the full distribution only without these filters or at temperature 1, TGI only without them.
     """
     is_filtered = rollout.top_p < 1 or rollout.top_k > 0 or rollout.min_p > 0
-    cuts = ROLLOUT_ENGINES.info(rollout.name).cuts_log_probs and rollout.server.kind != "sglang"
-    return cuts and rollout.do_sample and is_filtered and rollout.temperature != 1
+    info = ROLLOUT_ENGINES.info(rollout.name)
+    kind = SERVER_KINDS.get(rollout.server.kind) if info.is_remote else None
+    cuts = (kind or info).cuts_log_probs
+    is_cut = cuts == "always" or (cuts == "unless_temperature_1" and rollout.temperature != 1)
+    return is_cut and rollout.do_sample and is_filtered
 
 
 @dataclass(frozen=True)

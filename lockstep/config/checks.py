@@ -8,9 +8,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from lockstep.config.actor_rollout_ref import WEIGHT_TRANSFERS
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES, EngineRegistry
 from lockstep.config.ensemble import reward_problems
@@ -19,10 +17,13 @@ from lockstep.config.placement import controller_of, num_workers
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.reward import REWARD_MANAGERS
 from lockstep.config.roles import sections_of
+from lockstep.config.server_checks import servers
+from lockstep.config.sft import SupervisedConfig
 from lockstep.config.trainer import LOGGERS
 from lockstep.registry import find_registered, no_such_name
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS, Use, locate_data
 from lockstep.utils.files import did_you_mean_path
+from lockstep.utils.fs import masked
 from lockstep.utils.model_path import FORMS as MODEL_FORMS, is_adapter, is_model_folder, locate_model
 from lockstep.utils.sampling_limits import MIN_TEMPERATURE
 from lockstep.utils.vision import vision_problem
@@ -74,8 +75,23 @@ def resume_path(values: Values) -> Iterator[Problem]:
         if not path:
             message = "must be the global_step_N folder to resume from, because trainer.resume_mode=resume_path"
             yield Problem("trainer.resume_from_path", NO_VALUE, message)
-        elif not Path(path).is_dir():
+        elif "://" not in path and not Path(path).is_dir():
             yield Problem("trainer.resume_from_path", path, "no such folder")
+
+
+def remote_store(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
+    """URLs of remote checkpoints; a password in one would be saved with the config."""
+    store, path = "trainer.default_hdfs_dir", "trainer.resume_from_path"
+    for name, value in ((store, config.trainer.default_hdfs_dir), (path, config.trainer.resume_from_path)):
+        if name == store and value and "://" not in value:
+            message = "must be a URL such as s3://bucket/run or file:///mnt/run; local checkpoints are in trainer.default_local_dir"
+            yield Problem(name, value, message)
+        elif value and masked(value) != value and name not in config.from_environment:
+            message = (
+                "has a password or signature, which would be saved with the config; give it to fsspec by its configuration or "
+                "environment variables (docs/remote_checkpoints.md), or write the URL as ${oc.env:NAME}"
+            )
+            yield Problem(name, masked(value), message)
 
 
 def _data_files(values: Values, name: str, use: Use) -> Iterator[Problem]:
@@ -227,37 +243,7 @@ def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
             message = f"{NOT_SUPPORTED}: servers are started with their own parallelism; set 1"
         yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))
     if info.is_remote:
-        yield from _servers(values, section, info.server_kind)
-
-
-def _servers(values: Values, section: str, only_kind: str | None) -> Iterator[Problem]:
-    """only_kind: the protocol of the engine, if it has but one."""
-    key, name = f"{section}.server.urls", values[f"{section}.name"]
-    urls, kind = values[key], values[f"{section}.server.kind"]
-    if not urls:
-        message = f"{NOT_SUPPORTED} without running servers: list them in {key}=[http://127.0.0.1:8000], or set embedded or vllm"
-        yield Problem(f"{section}.name", name, message, also=(key,))
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-            yield Problem(key, url, "must be a base URL without a path, such as http://127.0.0.1:8000")
-    if len(set(urls)) < len(urls):
-        yield Problem(key, urls, "lists a server twice")
-    if only_kind is not None and kind not in ("auto", only_kind):
-        message = f"{section}.name=sglang speaks SGLang's protocol; set {section}.name=server"
-        yield Problem(f"{section}.server.kind", kind, message, also=(f"{section}.name",))
-    transfer, protocol = values[f"{section}.server.weight_transfer"], only_kind or kind
-    forms = WEIGHT_TRANSFERS.get(protocol)
-    if forms is not None and transfer not in ("auto", *forms):
-        message = f"servers of kind {protocol} take weights by {' or '.join(forms)}; set one of these, or auto"
-        yield Problem(f"{section}.server.weight_transfer", transfer, message, also=(f"{section}.server.kind",))
-    lr, val_only = values.get(f"{_ACTOR}.optim.lr", 0), values.get("trainer.val_only", True)
-    if kind == "openai" and lr and not val_only:
-        message = (
-            f"such a server has no endpoints for weight updates; start vLLM or SGLang, or train nothing ({_ACTOR}.optim.lr=0, "
-            "trainer.val_only=true)"
-        )
-        yield Problem(f"{section}.server.kind", kind, message, also=(f"{section}.name",))
+        yield from servers(values, section, info.server_kind)
 
 
 def sampling(values: Values, *sections: str) -> Iterator[Problem]:

@@ -71,6 +71,7 @@ ALIASES: dict[str, str] = {
     f"{_ARR}.rollout.max_new_tokens": "data.max_response_length",
     f"{_ARR}.actor.max_grad_norm": f"{_ARR}.actor.grad_clip",
     f"{_ARR}.actor.ppo_micro_batch_size": f"{_ARR}.actor.ppo_micro_batch_size_per_gpu",
+    f"{_ARR}.rollout.router_replay": f"{_ARR}.actor.router_replay",
     f"{_ARR}.actor.use_remove_padding": f"{_ARR}.model.use_remove_padding",
     f"{_ARR}.rollout.log_prob_micro_batch_size": f"{_ARR}.rollout.log_prob_micro_batch_size_per_gpu",
     f"{_ARR}.ref.log_prob_micro_batch_size": f"{_ARR}.ref.log_prob_micro_batch_size_per_gpu",
@@ -143,7 +144,12 @@ _MTP = Unsupported(
     "models predict one token at a time; set enable=false", switches=("enable", "enable_train", "enable_rollout")
 )
 _ONE_WORKER = Unsupported("each worker holds the whole rollout model; set 1", harmless=(None, 1))
-_ROUTING = Unsupported("expert routing is not recorded; leave it disabled", (None, False, "disabled"), ("mode",))
+_REF_ROUTING = Unsupported(
+    f"the reference policy chooses its own experts; set {_ARR}.actor.router_replay and leave this disabled",
+    (None, False, "disabled"),
+    ("mode",),
+)
+_ROUTE_FILE = Unsupported("experts are recorded in the batch, not in files; set null")
 _NO_WSD = "schedules are constant, linear and cosine; set lr_scheduler_type to one of them"
 _OTHER_PROGRAM = Unsupported("it is a key of `lockstep generate` and `lockstep eval`; remove it to train")
 _OWN_MANAGER = Unsupported(
@@ -167,7 +173,9 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     f"{_ARR}.rollout.pipeline_model_parallel_size": _ONE_WORKER,
     f"{_ARR}.rollout.skip_rollout": Unsupported("every step generates; set false"),
     f"{_ARR}.rollout.scheduling_policy": Unsupported("requests run in order of arrival; set fcfs", (None, "fcfs")),
-    f"{_ARR}.rollout.enable_rollout_routing_replay": Unsupported("expert routing is not recorded; set false"),
+    f"{_ARR}.actor.router_replay.record_file": _ROUTE_FILE,
+    f"{_ARR}.actor.router_replay.replay_file": _ROUTE_FILE,
+    f"{_ARR}.ref.router_replay": _REF_ROUTING,
     f"{_ARR}.rollout.trace": Unsupported(
         "there is no tracing service; set trainer.rollout_data_dir to write every rollout", switches=("backend",)
     ),
@@ -177,9 +185,6 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     f"{_ARR}.actor.freeze_vision_tower": Unsupported("only text models are supported; remove it"),
     "global_profiler.global_tool_config.torch_memory.kw_args": Unsupported(
         "set context, stacks or trace_alloc_max_entries next to it", (None, {})
-    ),
-    "trainer.default_hdfs_dir": Unsupported(
-        "checkpoints are written to local or mounted folders; set trainer.default_local_dir"
     ),
     "trainer.del_local_ckpt_after_load": Unsupported("checkpoints are kept after loading; set false"),
     "trainer.esi_redundant_time": Unsupported("the end of a cloud instance is not detected; set 0", (None, False, 0)),
@@ -208,7 +213,6 @@ UNSUPPORTED_KEYS |= _in_each(
     _ROLES,
     {"load_weight": Unsupported("weights are always loaded from the model's path; set true", (None, True))},
 )
-UNSUPPORTED_KEYS |= _in_each(_ROLES[:2], {"router_replay": _ROUTING})
 UNSUPPORTED_KEYS |= _in_each(
     _MODELS[:2],
     {
@@ -249,7 +253,7 @@ UNSUPPORTED_KEYS |= _in_each(
 _SAMPLED_KL = f"KL is estimated from the sampled tokens; set one of {', '.join(KL_ESTIMATORS)}"
 
 UNSUPPORTED_VALUES: dict[str, dict[str, str]] = {
-    f"{_ARR}.rollout.name": dict.fromkeys(("trtllm", "tgi"), "set embedded, hf, vllm, sglang or server"),
+    f"{_ARR}.rollout.name": {"trtllm": "set embedded, hf, vllm, sglang, tgi or server"},
     "trainer.device": {"npu": "training runs on cuda and cpu"},
     "global_profiler.tool": dict.fromkeys(("npu", "precision_debugger"), "set torch, nsys or torch_memory"),
     "trainer.logger": dict.fromkeys(

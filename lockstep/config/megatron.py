@@ -20,9 +20,9 @@ class McoreEngineConfig(TrainEngineConfig):
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages of consecutive layers, each on other ranks."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Pieces of a stage that alternate, for a shorter pipeline bubble; null is one."""
+    """Must be null or 1: a stage is computed in one piece."""
     context_parallel_size: PositiveInt = 1
-    """Ranks that split each sequence; needs TransformerEngine."""
+    """Must be 1: splitting sequences needs the attention of TransformerEngine, which is not used."""
     expert_model_parallel_size: PositiveInt = 1
     """Ranks that share the experts of a layer."""
     expert_tensor_parallel_size: PositiveInt | None = None
@@ -56,9 +56,9 @@ class FollowingMcoreEngineConfig(McoreEngineConfig):
     pipeline_model_parallel_size: PositiveInt = II(f"{_ACTOR}.pipeline_model_parallel_size")
     """Stages of consecutive layers, each on other ranks."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = II(f"{_ACTOR}.virtual_pipeline_model_parallel_size")
-    """Pieces of a stage that alternate, for a shorter pipeline bubble; null is one."""
+    """Must be null or 1: a stage is computed in one piece."""
     context_parallel_size: PositiveInt = II(f"{_ACTOR}.context_parallel_size")
-    """Ranks that split each sequence; needs TransformerEngine."""
+    """Must be 1: splitting sequences needs the attention of TransformerEngine, which is not used."""
     expert_model_parallel_size: PositiveInt = II(f"{_ACTOR}.expert_model_parallel_size")
     """Ranks that share the experts of a layer."""
     expert_tensor_parallel_size: PositiveInt | None = II(f"{_ACTOR}.expert_tensor_parallel_size")

@@ -1,9 +1,9 @@
 """Checks of Megatron's layouts: how a pool of workers divides a model, and that roles in one pool divide theirs alike."""
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from math import prod
 
+from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.errors import Problem
 from lockstep.config.megatron import McoreEngineConfig
 
@@ -43,16 +43,17 @@ def layout_problems(
             )
             yield Problem(f"{section}.{largest}", sizes[largest], message, also=(key_of_workers,))
             return
-    context = f"{section}.context_parallel_size"
-    if settings.context_parallel_size > 1 and find_spec("transformer_engine") is None:
-        message = "splitting sequences across ranks needs TransformerEngine, which is not installed; set 1"
-        yield Problem(context, settings.context_parallel_size, message)
-    pieces, stages = settings.virtual_pipeline_model_parallel_size, settings.pipeline_model_parallel_size
-    if pieces is not None and pieces > 1 and stages == 1:
+    if settings.context_parallel_size > 1:
         message = (
-            f"there is one stage, which has no pieces to alternate; set null, or {section}.pipeline_model_parallel_size"
+            "it needs the attention of TransformerEngine, which is not used here; set 1, and for long sequences "
+            f"{section}.tensor_model_parallel_size, or strategy=fsdp with ulysses_sequence_parallel_size"
         )
-        yield Problem(f"{section}.virtual_pipeline_model_parallel_size", pieces, message)
+        key = f"{section}.context_parallel_size"
+        yield Problem(key, settings.context_parallel_size, f"{NOT_SUPPORTED}: {message}")
+    if sizes["virtual_pipeline_model_parallel_size"] > 1:
+        key = f"{section}.virtual_pipeline_model_parallel_size"
+        message = f"{NOT_SUPPORTED}: a stage is computed in one piece; set null"
+        yield Problem(key, settings.virtual_pipeline_model_parallel_size, message)
     has_parallel_experts = sizes["expert_model_parallel_size"] > 1 and settings.tensor_model_parallel_size > 1
     if has_parallel_experts and not settings.sequence_parallel:
         message = f"experts on several ranks need it with {section}.tensor_model_parallel_size above 1; set true"
@@ -62,10 +63,14 @@ def layout_problems(
 def difference(
     settings: McoreEngineConfig, section: str, other: McoreEngineConfig, other_section: str
 ) -> Problem | None:
-    """How the layout of a role differs from that of another in its pool: Megatron has one set of groups per process."""
+    """How the layout of a role differs from that of another in its pool: Megatron has one set of groups per process.
+
+    A role with expert_model_parallel_size=1 may be a model without experts, which uses no groups of experts.
+    """
     sizes, others = layout_of(settings), layout_of(other)
+    has_experts = min(layout["expert_model_parallel_size"] for layout in (sizes, others)) > 1
     for name, size in sizes.items():
-        if size != others[name]:
+        if size != others[name] and (has_experts or not name.startswith("expert_")):
             message = (
                 f"differs from {other_section}.{name}={others[name]}, but roles in one pool share a layout; set {others[name]}, "
                 "or another pool for the role (trainer.placement, resource_pool_spec)"

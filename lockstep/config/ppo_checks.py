@@ -46,10 +46,12 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         _names(values),
         checks.fixed_values(values),
         _files(values, models),
+        checks.remote_store(config),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         () if config.trainer.val_only else setting_problems(config),
         _lengths(config, values),
         checks.rollout_engine(values, _ROLLOUT),
+        _routers(values),
         checks.sampling(values, _ROLLOUT, f"{_ROLLOUT}.val_kwargs"),
         _pool_keys(values),
     )
@@ -210,6 +212,33 @@ def _lengths(config: PPOConfig, values: Values) -> Iterator[Problem]:
     if values[f"{_ROLLOUT}.prompt_length"] < values["data.max_prompt_length"]:
         message = f"is less than data.max_prompt_length={values['data.max_prompt_length']}; set only that key"
         yield Problem(f"{_ROLLOUT}.prompt_length", values[f"{_ROLLOUT}.prompt_length"], message, also=lengths)
+
+
+def _routers(values: Values) -> Iterator[Problem]:
+    """Recording, replaying and balancing the experts of tokens."""
+    mode_key, record_key = f"{_ACTOR}.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
+    loss_key, strategy_key, name_key = f"{_ACTOR}.router_aux_loss_coef", f"{_ACTOR}.strategy", f"{_ROLLOUT}.name"
+    mode, records, name = values[mode_key], values[record_key], values[name_key]
+    if mode == "R3" and not records:
+        message = f"{mode_key}=R3 replays the experts of the rollout; set true, or remove the key"
+        yield Problem(record_key, False, message, also=(mode_key,))
+    if mode == "R2" and records:
+        message = f"{mode_key}=R2 replays the experts of the old-log-prob pass; set false, or {mode_key}=R3"
+        yield Problem(record_key, True, message, also=(mode_key,))
+    if (mode == "R3" or records) and not ROLLOUT_ENGINES.info(name).records_routes:
+        key = mode_key if mode == "R3" else record_key
+        message = (
+            f"{name_key}={name} does not return the experts of its tokens; set {name_key}=embedded, or {mode_key}=R2"
+        )
+        yield Problem(key, values[key], message, also=(name_key,))
+    if TRAIN_ENGINES.info(values[strategy_key]).reads_routers:
+        return
+    advice = (
+        f"{strategy_key}={values[strategy_key]} does not give access to the routers of experts; set {strategy_key}=fsdp"
+    )
+    for key, off in ((mode_key, "disabled"), (record_key, False), (loss_key, 0)):
+        if values[key] != off:
+            yield Problem(key, values[key], f"{advice}, or {str(off).lower()}", also=(strategy_key,))
 
 
 def _pool_keys(values: Values) -> Iterator[Problem]:
@@ -380,7 +409,8 @@ def _warnings(config: PPOConfig, values: Values) -> Iterator[str]:
         )
     if has_cut_log_probs(config.actor_rollout_ref.rollout):
         yield (
-            f"{_ROLLOUT}.name={values[f'{_ROLLOUT}.name']} with top_p, top_k or min_p at a temperature other than 1: "
+            f"{_ROLLOUT}.name={values[f'{_ROLLOUT}.name']} with top_p, top_k or min_p at temperature "
+            f"{values[f'{_ROLLOUT}.temperature']:g}: "
             "rollout_log_probs are of the cut distribution, old_log_probs of the full one, so the gap between them is reported and "
             "not checked"
         )

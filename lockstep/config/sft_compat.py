@@ -15,7 +15,6 @@ _SECTIONS = {
     "actor_rollout_ref.actor.megatron.": "model.megatron.",
     "actor_rollout_ref.actor.optim.": "optim.",
     "actor_rollout_ref.actor.strategy": "model.strategy",
-    "trainer.default_hdfs_dir": "trainer.default_hdfs_dir",
     "trainer.device": "trainer.device",
     "trainer.logger": "trainer.logger",
     "data.use_shm": "data.use_shm",

@@ -5,7 +5,15 @@ from typing import Any, Literal
 
 from omegaconf import II
 
-from lockstep.config.bounds import EveryOrNever, NonNegativeInt, NumSteps, PositiveInt, SaveFrequency, StepNumbers
+from lockstep.config.bounds import (
+    EveryOrNever,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NumSteps,
+    PositiveInt,
+    SaveFrequency,
+    StepNumbers,
+)
 
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 ResumeMode = Literal["auto", "disable", "resume_path"]
@@ -71,11 +79,16 @@ class TrainerConfig:
     save_freq: SaveFrequency = -1
     """Save every this many steps and after the last one; -1 saves only after the last one, 0 never."""
     resume_mode: ResumeMode = "auto"
-    """auto resumes from the newest checkpoint in `default_local_dir`, resume_path from `resume_from_path`."""
+    """auto resumes from the newest checkpoint in `default_local_dir` or `default_hdfs_dir`, resume_path from `resume_from_path`."""
     resume_from_path: str | None = None
-    """The `global_step_N` folder for resume_mode=resume_path."""
+    """The `global_step_N` folder, or its URL, for resume_mode=resume_path."""
     default_local_dir: str = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Output folder of the run: checkpoints, metrics.jsonl, config.yaml."""
+    default_hdfs_dir: str | None = None
+    """URL that checkpoints are copied to in the background, and resumed from on a new machine: s3://, gs://, hdfs://, sftp://, file://
+    and others (docs/remote_checkpoints.md). null copies nothing."""
+    hdfs_wait_s: NonNegativeFloat = 600.0
+    """How long the end of the run waits for the copy of its last checkpoint to `default_hdfs_dir`."""
     max_actor_ckpt_to_keep: PositiveInt | None = None
     """Keep this many of the newest checkpoints; null keeps all."""
     max_critic_ckpt_to_keep: PositiveInt | None = II("trainer.max_actor_ckpt_to_keep")

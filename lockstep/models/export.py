@@ -36,7 +36,7 @@ def save_policy(
     file_bytes: int | None = None,
 ) -> None:
     """Collective: every rank iterates over `weights`. file_bytes: None is `FILE_BYTES`."""
-    _save_weights(weights, folder, lambda part, target: model.save_pretrained(target, state_dict=part), file_bytes)
+    _save_all(weights, policy_files(model, folder, file_bytes))
     if current_rank() == 0:
         tokenizer.save_pretrained(folder)
 
@@ -68,48 +68,68 @@ def save_tensors(weights: Weights, folder: Path, file_bytes: int | None = None) 
     def write(part: dict[str, Tensor], target: Path) -> None:
         save_file(part, target / WEIGHTS, metadata={"format": "pt"})
 
-    _save_weights(weights, folder, write, file_bytes)
+    _save_all(weights, WeightFiles(folder, write, file_bytes))
 
 
-def _save_weights(
-    weights: Weights, folder: Path, write: Callable[[dict[str, Tensor], Path], object], file_bytes: int | None
-) -> None:
-    """write: puts the tensors into `model.safetensors` of a folder; other files that it writes there are kept too."""
-    writes = current_rank() == 0
-    limit = file_bytes or FILE_BYTES
-    part: dict[str, Tensor] = {}
-    layer: dict[str, Tensor] = {}
-    files: list[Path] = []
+class WeightFiles:
+    """The safetensors files of a folder, from tensors that come one after another.
 
-    def flush() -> None:
-        target = folder / "part"
+    write: puts tensors into `model.safetensors` of a folder; other files that it writes there are kept too.
+    """
+
+    def __init__(
+        self, folder: Path, write: Callable[[dict[str, Tensor], Path], object], file_bytes: int | None = None
+    ) -> None:
+        self._folder = folder
+        self._write = write
+        self._limit = file_bytes or FILE_BYTES
+        self._part: dict[str, Tensor] = {}
+        self._layer: dict[str, Tensor] = {}
+        self._files: list[Path] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if _layer(name) not in map(_layer, self._layer):
+            self._close_layer()
+        self._layer[name] = tensor.detach().cpu().contiguous()
+
+    def close(self) -> None:
+        self._close_layer()
+        if self._part:
+            self._flush()
+        _name_files(self._files, self._folder)
+
+    def _close_layer(self) -> None:
+        if self._part and _bytes(self._part) + _bytes(self._layer) > self._limit:
+            self._flush()
+        self._part.update(self._layer)
+        self._layer.clear()
+        if _bytes(self._part) >= self._limit:
+            self._flush()
+
+    def _flush(self) -> None:
+        target = self._folder / "part"
         target.mkdir(parents=True)
-        write(part, target)
-        part.clear()
-        files.append((target / WEIGHTS).replace(folder / f"part-{len(files)}.safetensors"))
+        self._write(self._part, target)
+        self._part.clear()
+        self._files.append((target / WEIGHTS).replace(self._folder / f"part-{len(self._files)}.safetensors"))
         for other in target.iterdir():
-            other.replace(folder / other.name)
+            other.replace(self._folder / other.name)
         target.rmdir()
 
-    def close_layer() -> None:
-        if part and _bytes(part) + _bytes(layer) > limit:
-            flush()
-        part.update(layer)
-        layer.clear()
-        if _bytes(part) >= limit:
-            flush()
 
+def policy_files(model: PreTrainedModel, folder: Path, file_bytes: int | None = None) -> WeightFiles:
+    """The files of a policy, with its config: `save_policy` without the tokenizer, for one rank."""
+    return WeightFiles(folder, lambda part, target: model.save_pretrained(target, state_dict=part), file_bytes)
+
+
+def _save_all(weights: Weights, files: WeightFiles) -> None:
+    """Collective: rank 0 writes."""
+    writes = current_rank() == 0
     for name, tensor in weights:
-        if not writes:
-            continue
-        if _layer(name) not in map(_layer, layer):
-            close_layer()
-        layer[name] = tensor.detach().cpu().contiguous()
+        if writes:
+            files.add(name, tensor)
     if writes:
-        close_layer()
-        if part:
-            flush()
-        _name_files(files, folder)
+        files.close()
 
 
 def _bytes(tensors: dict[str, Tensor]) -> int:

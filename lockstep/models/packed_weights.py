@@ -3,7 +3,7 @@
 `kernels/packed.py` sees adjacent weights as one tensor; weights that are apart are concatenated on every call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -18,15 +18,27 @@ PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 @torch.no_grad()
 def pack_weights(model: nn.Module) -> None:
     """Make the parameters that `PACKED` names adjacent in memory, module by module; the parameter objects stay."""
+    for group in _groups(model):
+        _pack(group)
+
+
+def in_packed_order(model: nn.Module) -> list[nn.Parameter]:
+    """All parameters once, those that `pack_weights` packs next to each other."""
+    grouped = [p for group in _groups(model) for p in group if isinstance(p, nn.Parameter)]
+    return list(dict.fromkeys([*grouped, *model.parameters()]))
+
+
+def _groups(model: nn.Module) -> Iterator[Sequence[torch.Tensor | None]]:
+    """Tensors to be adjacent in memory."""
     for module in model.modules():
         for names in PACKED:
             children = [getattr(module, name, None) for name in names]
             found = [linear_and_adapter(child) for child in children if child is not None]
             pairs = [pair for pair in found if pair is not None]
             if len(pairs) == len(names):
-                _pack([linear.weight for linear, _ in pairs])
-                _pack([linear.bias for linear, _ in pairs])
-                _pack([adapter.a for _, adapter in pairs if adapter is not None])
+                yield [linear.weight for linear, _ in pairs]
+                yield [linear.bias for linear, _ in pairs]
+                yield [adapter.a for _, adapter in pairs if adapter is not None]
 
 
 def _pack(parameters: Sequence[torch.Tensor | None]) -> None:

@@ -39,6 +39,9 @@ class ForwardRows:
     last:           (M) index into the flattened hidden states of a sequence's last token.
     last_row:       (M) the row of that sequence; all B rows in order, unless `sequence` splits them over ranks.
     shape:          (B, R).
+    routes:         (T, L, K) the experts of each token by the column `routed_experts` (`models/router_replay.py`), if there is one.
+    places:         (B, S) index into the flattened hidden states of the token at each position of a row, -1 if there is none;
+                    only if asked for.
     sequence:       the ranks that share the packed row; the tokens and results here are then this rank's slice.
     """
 
@@ -53,6 +56,8 @@ class ForwardRows:
     last_row: Tensor
     shape: tuple[int, int]
     lengths: tuple[int, ...] = ()
+    routes: Tensor | None = None
+    places: Tensor | None = None
     sequence: SequenceGroup | None = None
 
     def split(self) -> tuple[Tensor, ...]:
@@ -61,13 +66,21 @@ class ForwardRows:
 
     def spread(self, values: Tensor) -> Tensor:
         """(N) results -> (B, R), zero elsewhere."""
-        return self._whole(values.new_zeros(self.shape).index_put((self.row, self.column), values))
+        return self.whole(values.new_zeros(self.shape).index_put((self.row, self.column), values))
 
     def spread_last(self, values: Tensor) -> Tensor:
         """(M) results at last tokens -> (B)."""
-        return self._whole(values.new_zeros(self.shape[0]).index_put((self.last_row,), values))
+        return self.whole(values.new_zeros(self.shape[0]).index_put((self.last_row,), values))
 
-    def _whole(self, values: Tensor) -> Tensor:
+    def by_position(self, values: Tensor) -> Tensor:
+        """Integers (T, …) of all tokens -> (B, S, …) by row and position, -1 where a row has no token."""
+        assert self.places is not None
+        is_here = self.places >= 0
+        found = (values + 1)[self.places.clamp_min(0)] * is_here.view(*is_here.shape, *[1] * (values.ndim - 1))
+        return self.whole(found) - 1
+
+    def whole(self, values: Tensor) -> Tensor:
+        """The sum over the ranks that share the rows."""
         return values if self.sequence is None else self.sequence.sum(values)
 
     def to(self, device: torch.device) -> "ForwardRows":
@@ -78,11 +91,17 @@ class ForwardRows:
 
 
 def forward_rows(
-    batch: TensorDict, device: torch.device, layout: Layout, sequence: SequenceGroup | None = None
+    batch: TensorDict,
+    device: torch.device,
+    layout: Layout,
+    sequence: SequenceGroup | None = None,
+    *,
+    with_places: bool = False,
 ) -> ForwardRows:
     """Lay out the rows of `batch` (on the host) for `device`; only places with response_mask 1 are predicted.
 
     sequence: ranks that share the packed row; each gets the same rows and a slice of their tokens.
+    with_places: for `ForwardRows.by_position`.
     """
     input_ids, position_ids = batch["input_ids"].numpy(), batch["position_ids"].numpy()
     mask = batch["attention_mask"].numpy().astype(bool)
@@ -105,6 +124,16 @@ def forward_rows(
         arrays |= {"input_ids": np.where(mask, input_ids, input_ids[every, end, None]), "position_ids": position_ids}
         arrays |= {"predicts": row * length + place - 1, "last": every * length + end}
         context = PaddedAttention(torch.from_numpy(mask).to(device))
+    if "routed_experts" in batch.keys() and batch["routed_experts"].numel():  # noqa: SIM118 - a TensorDict
+        routes = batch["routed_experts"].numpy()[every[:, None], position_ids]  # (B, L, layers, K)
+        routes[~mask] = -1
+        arrays["routes"] = routes[pack.kept] if layout != "padded" else routes.reshape(-1, *routes.shape[2:])
+    if with_places:
+        at_row, at_place = mask.nonzero()
+        places = np.full((num_rows, int(mask.sum(-1).max())), -1)
+        index = pack.index(at_row, at_place) if layout != "padded" else at_row * length + at_place
+        places[at_row, position_ids[at_row, at_place]] = index
+        arrays["places"] = places
     tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     lengths = tuple(pack.lengths) if layout == "rows" else ()
     rows = ForwardRows(**tensors, context=context, shape=(num_rows, width), lengths=lengths)
@@ -158,6 +187,12 @@ def _slice_of(rows: ForwardRows, pack: _Pack, sequence: SequenceGroup, device: t
     whole = PackedAttention([*pack.lengths, *[1] * missing], device, prefixes)
     predicted = (rows.predicts >= start) & (rows.predicts < start + share)
     ended = (rows.last >= start) & (rows.last < start + share)
+    routes = places = None
+    if rows.routes is not None:
+        routes = F.pad(rows.routes, (0, 0, 0, 0, 0, missing), value=-1)[start : start + share]
+    if rows.places is not None:
+        is_here = (rows.places >= start) & (rows.places < start + share)
+        places = torch.where(is_here, rows.places - start, -1)
     return ForwardRows(
         input_ids=F.pad(rows.input_ids, (0, missing))[:, start : start + share],
         position_ids=F.pad(rows.position_ids, (0, missing))[:, start : start + share],
@@ -169,5 +204,7 @@ def _slice_of(rows: ForwardRows, pack: _Pack, sequence: SequenceGroup, device: t
         last=rows.last[ended] - start,
         last_row=rows.last_row[ended],
         shape=rows.shape,
+        routes=routes,
+        places=places,
         sequence=sequence,
     )

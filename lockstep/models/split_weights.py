@@ -65,10 +65,6 @@ class Part:
     size: int
     ranges: tuple[Ranges, ...]
 
-    @property
-    def own_shape(self) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.size, *self.shape[self.dim + 1 :])
-
     def take(self, whole: Tensor, rank: int) -> Tensor:
         """The rank's entries; a view if they are adjacent."""
         pieces = [whole.narrow(self.dim, start, stop - start) for start, stop in self.ranges[rank]]
@@ -253,8 +249,10 @@ def _layer_parts(layer: DecoderLayer, size: int) -> dict[str, Part]:
         elif owner in _SEGMENTS and ".lora_A." not in name:
             parts[name] = _part(shape, 0, _SEGMENTS[owner], size, heads, layer.head_dim)
         elif owner in _INPUTS and ".lora_B." not in name:
-            split = _part(shape, 1, (_INPUTS[owner],), size, heads, layer.head_dim) if leaf != "bias" else None
-            parts[name] = split or _only_first(shape, size)
+            if leaf == "bias":
+                parts[name] = _only_first(shape, size)
+            else:
+                parts[name] = _part(shape, 1, (_INPUTS[owner],), size, heads, layer.head_dim)
         elif owner in _HEADS and shape[0] == heads[_HEADS[owner]]:
             parts[name] = _part(shape, 0, (_HEADS[owner],), size, heads, 1)
     return parts

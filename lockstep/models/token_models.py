@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lockstep.models.attention import no_mask
 from lockstep.models.log_probs import token_log_probs, vocabulary_head
 from lockstep.models.packing import ForwardRows
+from lockstep.models.router_replay import RouterOutputs, RouteUse, Routing, balance_loss
 
 
 class TokenModel(nn.Module):
@@ -31,12 +32,16 @@ class TokenModel(nn.Module):
 
 
 class PolicyModel(TokenModel):
-    """A causal language model: log-probs of response tokens and, if asked for, statistics of their distributions."""
+    """A causal language model: log-probs of response tokens and, if asked for, statistics of their distributions.
+
+    routing: access to its routers, for the options of `forward` that read or replace what they choose.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.hf_config = model.config
+        self.routing: Routing | None = None
 
     @property
     def transformer(self) -> PreTrainedModel:
@@ -45,8 +50,27 @@ class PolicyModel(TokenModel):
     def hf_name(self, name: str) -> str:
         return name.removeprefix("model.")
 
-    def forward(self, rows: ForwardRows, **options: Any) -> dict[str, Tensor]:
-        """options: those of `token_log_probs`."""
+    def forward(
+        self, rows: ForwardRows, *, routes: RouteUse | None = None, router_loss: bool = False, **options: Any
+    ) -> dict[str, Tensor]:
+        """Results (B, R) of `token_log_probs`, whose options are `options`.
+
+        routes: record adds `routed_experts` (B, S, L, K), the experts of each row's tokens by position. replay computes with those
+                of the batch; replay and compare add `route_mismatch` (B, R), the share of routers that would choose others.
+        router_loss: adds `router_aux_loss` (B,) and `router_load` (B, L, E), see `balance_loss`.
+        """
+        if self.routing is None:
+            assert routes is None and not router_loss, "the model was opened without access to its routers"
+            return self._log_probs(rows, **options)
+        if routes is None and not router_loss:
+            self.routing.reset()
+            return self._log_probs(rows, **options)
+        given = rows.routes if routes in ("replay", "compare") else None
+        self.routing.begin(given, replay=routes == "replay", logits=router_loss)
+        out = self._log_probs(rows, **options)
+        return out | _router_results(rows, self.routing.end(), routes, router_loss, self.routing.dtype)
+
+    def _log_probs(self, rows: ForwardRows, **options: Any) -> dict[str, Tensor]:
         if rows.context is None:  # the model's own forward and head, one row at a time
             logits = [self.model(input_ids=ids, use_cache=False).logits[0] for ids in rows.split()]
             flat = token_log_probs(torch.cat(logits)[rows.predicts], rows.targets, torch.Tensor.float, **options)
@@ -87,6 +111,20 @@ class ScalarModel(TokenModel):
         head = self.score
         bias = None if head.bias is None else head.bias.float()
         return F.linear(hidden.float(), head.weight.float(), bias).squeeze(-1)
+
+
+def _router_results(
+    rows: ForwardRows, outputs: RouterOutputs, routes: RouteUse | None, router_loss: bool, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    results = {}
+    if routes == "record":
+        results["routed_experts"] = rows.by_position(outputs.routes()).to(dtype)
+    if outputs.differs:
+        results["route_mismatch"] = rows.spread(outputs.mismatch().index_select(0, rows.predicts))
+    if router_loss:
+        loss, load = balance_loss(outputs, rows.predicts, rows.row, rows.shape[0], rows.whole)
+        results |= {"router_aux_loss": loss, "router_load": load}
+    return results
 
 
 def _hidden_states(body: nn.Module, rows: ForwardRows) -> Tensor:

@@ -83,11 +83,9 @@ class WeightSource(ABC):
         module.load_state_dict(state, strict=False, assign=True)
         self.close()
 
-    def read_whole(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One parameter of the part that `fill` fills."""
-        own = torch.empty(shape, dtype=dtype, device=device)
-        self._read(self._prefix + base_name(name), own.shape, own, 0)
-        return own
+    def read(self, name: str, shape: torch.Size, own: Tensor, start: int) -> None:
+        """Copy rows of the tensor `name`, which has that shape, into `own`, from row `start` on. Collective if rank 0 sends it."""
+        self._read(self._prefix + name, shape, own, start)
 
     def close(self) -> None:  # noqa: B027
         """Close the files that are open."""

@@ -36,6 +36,9 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "actor/kl_coef": "its coefficient, `actor.kl_loss_coef`",
         "actor/reward_kl_penalty": "KL to the reference policy, as subtracted from the reward (`algorithm.use_kl_in_reward`)",
         "actor/reward_kl_penalty_coeff": "its coefficient, which changes with `kl_ctrl.type=adaptive`",
+        "actor/route_mismatch": "share of tokens and layers whose router would choose other experts than those replayed (docs/moe.md)",
+        "actor/router_aux_loss": "load-balance loss of experts (`actor.router_aux_loss_coef`); the number of experts per token if the load is even",
+        "actor/expert_load_max": "tokens of the busiest expert relative to the mean of all experts, averaged over layers",
         "actor/lr": "learning rate of the step",
         f"critic/advantages/{MEAN_MAX_MIN}": "advantages of all response tokens",
         f"critic/returns/{MEAN_MAX_MIN}": "returns of all response tokens: the critic's target",
@@ -83,6 +86,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "val/<rewards,logps>/<name>": "the same for the validation pairs",
     },
     "Rollout against trainer": {
+        "training/route_mismatch": "share of tokens and layers whose experts in the rollout are not those the trainer's router would choose",
         "training/rollout_log_probs_gap": "mean |log p(rollout) - log p(trainer)| of sampled tokens; the run stops if it is too large",
         "weight_sync/canary_gap": "largest |log p(rollout) - log p(trainer)| on a fixed text after a weight update, if the rollout holds a copy; the run stops beyond rounding",
         "weight_sync/<send_s,canary_s>": "seconds of a weight update: transfer with checksums, and canary",
@@ -106,6 +110,10 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "async/running_groups": "groups in generation at that time",
         "async/stale_groups": "groups that were dropped because of `trainer.max_staleness`",
         "async/filtered_groups": "groups that `algorithm.filter_groups` dropped",
+    },
+    "Remote checkpoints": {
+        "checkpoint/remote_failures": "failed attempts to copy a checkpoint to `trainer.default_hdfs_dir`, since the process began",
+        "checkpoint/remote_behind": "saves that are newer than the newest complete copy; 0: the store is up to date",
     },
     "Time and memory": {
         "timing_s/step": "seconds of the step, with validation and without saving",

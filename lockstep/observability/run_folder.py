@@ -1,4 +1,4 @@
-"""The configs in a run's folder, for the programs that write and read it.
+"""The configs in a run's folder, for the programs that write and read it, and the name of its journal.
 
 config.yaml                   the config of the last start that trained
 configs/001_step_0.yaml ...   every config that it was trained with, with the step of that start
@@ -10,6 +10,9 @@ from pathlib import Path
 
 CONFIG = "config.yaml"
 HISTORY = "configs"
+JOURNAL = "rollout_journal"
+"""Folder of `trainer/ppo/rollout_sources/journal.py`."""
+JOURNAL_EVENTS = "journal.jsonl"
 _START = re.compile(r"\d+_step_(\d+)\.yaml")
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from lockstep.utils.sampling_limits import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
 
 StopReason = Literal["stop", "length", "abort"]
@@ -86,6 +88,8 @@ class Completion:
     stop_reason:     "stop" at a stop token, "length" at `max_tokens`, "abort" if the request was ended early.
     policy_versions: of each token: number of updates of the weights that sampled it.
     num_preempted:   how often the sequence lost its cache and was prefilled again.
+    routes:          (tokens, layers, experts per token) the experts that computed prompt and response, from the first token on. The
+                     last sampled token was never computed and has none. None if the engine does not record them.
     """
 
     token_ids: list[int]
@@ -93,6 +97,7 @@ class Completion:
     stop_reason: StopReason
     policy_versions: list[int]
     num_preempted: int = 0
+    routes: np.ndarray | None = None
 
     @property
     def policy_version(self) -> int:
@@ -107,7 +112,18 @@ class Completion:
             rest.stop_reason,
             self.policy_versions + rest.policy_versions,
             self.num_preempted + rest.num_preempted,
+            first_routes(self.routes, rest.routes),
         )
+
+
+def first_routes(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """The routes of a sequence that was computed twice: those of the first time, which its log-probs were computed with.
+
+    Both begin with the first token; the later ones add tokens that the earlier ones lack.
+    """
+    if earlier is None or later is None:
+        return later if earlier is None else earlier
+    return np.concatenate([earlier, later[len(earlier) :]])
 
 
 Outcome = Completion | Exception

@@ -1,12 +1,13 @@
 """The table of all batch keys: shape, dtype, writer, readers, meaning, and how a batch of rollouts stores the column.
 
-Shapes, padded: B rows, P prompt length (left-padded), R response length (right-padded), T = P + R. A batch of rollouts stores no
-padding (`protocol/ragged.py`):
+Shapes, padded: B rows, P prompt length (left-padded), R response length (right-padded), T = P + R; S positions of a row without its
+padding, L layers with experts, K experts per token. A batch of rollouts stores no padding (`protocol/ragged.py`):
 
     B          the tensor
     BP, BR     the entries at tokens, of all rows, and the rows' lengths; of an empty response one entry, for its score.
                A column with other values at padding is stored padded, unless it is in MASKED
     BT         nothing: derived from prompts and responses
+    BSLK       the entries at the positions of a row's tokens, prompt and response, and the rows' lengths; padded on the right
 
 Other columns, whatever their shape, are stored as they are added: as a tensor, or as `Ragged`.
 """
@@ -41,6 +42,7 @@ class BatchKey:
 
 
 _INT, _FLOAT = torch.int64, torch.float32
+_EXPERT = torch.int16
 _IDS, _BOOL = torch.int32, torch.bool
 
 _TABLE = (
@@ -74,6 +76,23 @@ _TABLE = (
     BatchKey("sampling_seed", "B", _INT, "the trainer", "rollout", "seed of the row's own random stream"),
     BatchKey(
         "rollout_log_probs", "BR", _FLOAT, "the rollout", "rollout correction, audit", "log-prob at sampling time"
+    ),
+    BatchKey(
+        "routed_experts",
+        "BSLK",
+        _EXPERT,
+        "the rollout or the actor",
+        "the actor's forward",
+        "experts of each token by position and layer, -1 = the router decides; stored in int8 if there are at most 128",
+        fill=-1,
+    ),
+    BatchKey(
+        "route_mismatch",
+        "BR",
+        _FLOAT,
+        "the actor",
+        "metrics",
+        "share of layers whose router would choose other experts",
     ),
     BatchKey("old_log_probs", "BR", _FLOAT, "the actor", "policy loss", "log-prob under the policy before the update"),
     BatchKey("entropys", "BR", _FLOAT, "the actor", "metrics", "entropy of the policy at each position"),
@@ -129,7 +148,7 @@ BATCH_KEYS: dict[str, BatchKey] = {key.name: key for key in _TABLE}
 
 MASKED = {
     *("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys", "sum_pi_squared"),
-    *("rollout_is_weights", "values", "advantages", "returns"),
+    *("rollout_is_weights", "values", "advantages", "returns", "route_mismatch"),
 }
 """Columns that all readers mask by `response_mask`: what they have at padding is not kept."""
 SOURCES = ("prompts", "responses")

@@ -136,6 +136,13 @@ class Ragged:
         mine, theirs = ((x.shape[1:], x.fill, x.dtype, x.left, x.values.dtype) for x in (self, other))
         return mine == theirs
 
+    def with_entries_like(self, other: "Ragged") -> "Ragged":
+        """This column or, if its entries have no size, one filled with entries of the other's size."""
+        if self.values.shape[1:].numel() or not other.values.shape[1:].numel():
+            return self
+        shape = (len(self.values), *other.values.shape[1:])
+        return replace(self, values=torch.full(shape, self.fill, dtype=other.values.dtype))
+
     def equals(self, other: "Ragged") -> bool:
         """NaN equals NaN."""
         if not (self.is_like(other) and torch.equal(self.lengths, other.lengths)):
@@ -383,6 +390,9 @@ class RaggedBatch:
         for name in dict.fromkeys((*SOURCES, *names)):
             found = [batch.stored(name) for batch in batches]
             ragged = [column for column in found if isinstance(column, Ragged)]
+            if ragged:
+                largest = max(ragged, key=lambda column: column.values.shape[1:].numel())
+                ragged = [column.with_entries_like(largest) for column in ragged]
             if len(ragged) == len(batches) and all(ragged[0].is_like(column) for column in ragged):
                 values = torch.cat([column.values for column in ragged])
                 lengths = torch.cat([column.lengths for column in ragged])

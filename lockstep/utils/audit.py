@@ -49,30 +49,38 @@ class GapBound:
 
 
 class RolloutGap:
-    """Distance between the rollout's probabilities and the trainer's, summed over parts of a batch."""
+    """Distance between the rollout's probabilities and the trainer's, summed over parts of a batch.
+
+    Also how often their experts differ, if the rollout recorded its own.
+    """
 
     def __init__(self) -> None:
+        self._has_routes = False
         self._sums: list[HostCopy] = []
         self._largest: list[HostCopy] = []
 
     @torch.no_grad()
-    def add(self, rollout: Tensor, trainer: Tensor, mask: Tensor) -> None:
-        """Log-probs of one part, of any shape."""
+    def add(self, rollout: Tensor, trainer: Tensor, mask: Tensor, route_mismatch: Tensor | None = None) -> None:
+        """Log-probs of one part, of any shape, and the share of layers with other experts."""
         chosen = mask.bool()
         distance = (rollout - trainer).abs().masked_fill(~chosen, 0.0)
         difference = (rollout.exp() - trainer.exp()).abs().masked_fill(~chosen, 0.0)
-        sums = torch.stack([chosen.sum(), distance.sum(), difference.sum(), (difference**2).sum()])
+        self._has_routes = route_mismatch is not None
+        rerouted = torch.zeros_like(distance) if route_mismatch is None else route_mismatch * chosen
+        sums = torch.stack([chosen.sum(), distance.sum(), difference.sum(), (difference**2).sum(), rerouted.sum()])
         self._sums.append(HostCopy(sums))
         self._largest.append(HostCopy(difference.max()))
 
     def sums(self) -> list[float]:
         """The arguments of `metrics`, summed over this rank's parts; sum them over ranks as well."""
         if not self._sums:
-            return [0.0] * 4
+            return [0.0] * 5
         values: list[float] = torch.stack([part.read() for part in self._sums]).double().sum(0).tolist()
         return values
 
-    def metrics(self, count: float, distance: float, difference: float, squares: float) -> dict[str, float]:
+    def metrics(
+        self, count: float, distance: float, difference: float, squares: float, rerouted: float
+    ) -> dict[str, float]:
         """From the sums over all ranks; the largest difference is this rank's. Empty if there was no token."""
         if not count:
             return {}
@@ -86,4 +94,5 @@ class RolloutGap:
             "training/rollout_probs_diff_mean": mean,
             "training/rollout_probs_diff_std": max(variance, 0.0) ** 0.5,
             GAP_METRIC: distance / count,
+            **({"training/route_mismatch": rerouted / count} if self._has_routes else {}),
         }

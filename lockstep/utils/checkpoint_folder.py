@@ -7,7 +7,7 @@ import json
 import re
 import socket
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 MANIFEST = "manifest.json"
 STEP_FOLDER = re.compile(r"global_step_(\d+)")
@@ -49,17 +49,29 @@ def checkpoint_folder(path: str) -> Path:
     return folder
 
 
+def parse_manifest(content: bytes) -> Manifest:
+    """A manifest from its JSON; ValueError if it is invalid or names files outside the folder."""
+    try:
+        raw = json.loads(content)
+        files = {name: FileEntry(int(entry["size"]), str(entry["sha256"])) for name, entry in raw["files"].items()}
+        manifest = Manifest(int(raw["step"]), int(raw["sequence"]), float(raw["saved_at"]), files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(repr(error)) from error
+    for name in files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"it names {name}, which is outside the folder")
+    return manifest
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The folder's manifest; ValueError if it is missing or invalid."""
     path = folder / MANIFEST
     try:
-        raw = json.loads(path.read_text())
-        files = {name: FileEntry(int(entry["size"]), str(entry["sha256"])) for name, entry in raw["files"].items()}
-        manifest = Manifest(int(raw["step"]), int(raw["sequence"]), float(raw["saved_at"]), files)
+        manifest = parse_manifest(path.read_bytes())
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a checkpoint manifest ({error!r})") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not a checkpoint manifest ({error})") from error
     if folder.name != f"global_step_{manifest.step}":
         raise ValueError(f"{path} is for step {manifest.step}, but the folder is {folder.name}")
     return manifest

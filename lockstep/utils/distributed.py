@@ -1,7 +1,8 @@
 """The process group that all roles of a process share, and meshes over its ranks.
 
 MASTER_ADDR and MASTER_PORT come from the environment, rank and world size from the caller. On CUDA a group has two backends,
-so that host tensors are exchanged without synchronising with the device.
+so that host tensors are exchanged without synchronising with the device: gloo for the host and NCCL for the device, or gloo for
+both if ranks share a GPU, which NCCL refuses.
 """
 
 import atexit
@@ -14,8 +15,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 T = TypeVar("T")
+
+_OWN_GPU, _SHARED_GPU = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
 
 
 def join_process_group(rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
@@ -35,14 +39,21 @@ def join_process_group(rank: int, world_size: int, device: torch.device, timeout
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(_backends(device), rank=rank, world_size=world_size, timeout=timeout)
+    if device.type == "cuda":
+        store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        store.set_timeout(timeout)
+        backends = _SHARED_GPU if _shares_gpu(store, device, world_size) else _OWN_GPU
+        dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
     atexit.register(leave_process_group)
 
 
 def init_single_process_group(device: torch.device) -> None:
     """Create a group of this process alone if it has none, so that meshes also work at world size 1."""
     if not dist.is_initialized():
-        dist.init_process_group(_backends(device), store=dist.HashStore(), rank=0, world_size=1)
+        backends = _OWN_GPU if device.type == "cuda" else "gloo"
+        dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(leave_process_group)
 
 
@@ -95,7 +106,7 @@ def join_group(name: str, address: str, port: int, rank: int, size: int, backend
 
     Made in the way of SGLang, so that both sides find the same keys in the store.
     """
-    from torch.distributed.distributed_c10d import _new_process_group_helper, _world, rendezvous
+    from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
     timeout = timedelta(seconds=timeout_s)
     store, rank, size = next(rendezvous(f"tcp://{address}:{port}", rank, size, timeout=timeout))
@@ -125,5 +136,11 @@ def _mesh(device_type: str, world_size: int, dimensions: tuple[tuple[str, int], 
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)
 
 
-def _backends(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def _shares_gpu(store: Any, device: torch.device, world_size: int) -> bool:
+    """Whether any two of the ranks have the same GPU. Collective, before there is a group."""
+    if store.add(f"gpu/{torch.cuda.get_device_properties(device).uuid}", 1) > 1:
+        store.set("gpu/shared", "")
+    if store.add("gpu/ranks", 1) == world_size:
+        store.set("gpu/all", "")
+    store.wait(["gpu/all"])
+    return bool(store.check(["gpu/shared"]))

@@ -27,7 +27,12 @@ _LOCAL = ("file", "local")
 _LOCK = ".file.lock"
 _STAMPS = ("ETag", "etag", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "updated", "created")
 """Names under which file systems list what changes with a file's content, best first."""
-_PACKAGES = {"http": "aiohttp", "https": "aiohttp"}
+_PACKAGES = {
+    **dict.fromkeys(("http", "https"), "aiohttp"),
+    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
+    **dict.fromkeys(("webhdfs", "dbfs", "github", "jlab"), "requests"),
+    "smb": "smbprotocol",
+}
 """pip packages of protocols that fsspec implements itself."""
 
 
@@ -35,6 +40,12 @@ def is_remote(path: str | Path) -> bool:
     """Whether `path` is a URL, of any protocol but `file://`."""
     protocol, found, _ = str(path).partition("://")
     return bool(found) and protocol not in _LOCAL
+
+
+def masked(text: str) -> str:
+    """`text` without the passwords (`scheme://user:password@host`) and query strings (`?signature=…`) of its URLs."""
+    text = re.sub(r"(://[^\s/:@]*):[^\s/]*@", r"\1:***@", text)
+    return re.sub(r"(://[^\s?]*)\?\w+=[^\s'\"]+", r"\1?***", text)
 
 
 def default_cache() -> Path:
@@ -65,7 +76,7 @@ def copy_to_local(
     src = str(src)
     if not use_shm and "://" not in src:
         return src
-    filesystem, path = _open(src)
+    filesystem, path = open_filesystem(src)
     if not use_shm and not is_remote(src):
         return path
     if use_shm:
@@ -75,7 +86,7 @@ def copy_to_local(
 
 def copy_matching(url: str, patterns: Sequence[str]) -> str:
     """The local copy of a remote folder, with at least the files at its top that match one of the patterns."""
-    filesystem, path = _open(url)
+    filesystem, path = open_filesystem(url)
     return _copy(filesystem, path, url, patterns)
 
 
@@ -96,7 +107,7 @@ def _copy(
     if patterns is not None and not (copies / _version(files) / name).exists():  # else there is a copy of all files
         files = {n: files[n] for n in files if n == "." or ("/" not in n and any(fnmatch(n, p) for p in patterns))}
         if not files:
-            raise ValueError(f"{src}: has no files {', '.join(patterns)}")
+            raise ValueError(f"{masked(src)}: has no files {', '.join(patterns)}")
     folder = copies / _version(files)
     target = folder / name
     if target.exists() and not always_recopy:
@@ -106,7 +117,7 @@ def _copy(
     except ValueError:
         raise
     except Exception as error:  # every file system raises its own exceptions
-        raise ValueError(f"{src} cannot be copied to {folder}: {_reason(error)}") from error
+        raise ValueError(f"{masked(src)} cannot be copied to {folder}: {reason(error)}") from error
     return str(target)
 
 
@@ -128,8 +139,8 @@ def check_protocol(url: str) -> None:
             raise ValueError(f"unknown protocol {protocol}://; fsspec opens {known} and others") from error
 
 
-def _open(src: str) -> tuple[Any, str]:
-    """The file system of `src` and the path in it."""
+def open_filesystem(src: str) -> tuple[Any, str]:
+    """The file system of `src` and the path in it; ValueError if it cannot be opened."""
     from fsspec.core import url_to_fs
 
     if "://" in src:
@@ -137,7 +148,7 @@ def _open(src: str) -> tuple[Any, str]:
     try:
         return url_to_fs(src)
     except Exception as error:  # every file system raises its own exceptions
-        raise ValueError(f"{src} cannot be opened: {_reason(error)}") from error
+        raise ValueError(f"{masked(src)} cannot be opened: {reason(error)}") from error
 
 
 def _listing(filesystem: Any, path: str, src: str) -> dict[str, dict[str, Any]]:
@@ -148,12 +159,12 @@ def _listing(filesystem: Any, path: str, src: str) -> dict[str, dict[str, Any]]:
             return {".": filesystem.info(path)}
         found = filesystem.find(path, detail=True)
     except Exception as error:  # every file system raises its own exceptions
-        raise ValueError(f"{src} cannot be read: {_reason(error)}") from error
+        raise ValueError(f"{masked(src)} cannot be read: {reason(error)}") from error
     files = {name.removeprefix(path).lstrip("/"): entry for name, entry in found.items()}
     if not files:
-        raise ValueError(f"{src}: no such file or folder")
+        raise ValueError(f"{masked(src)}: no such file or folder")
     if any(".." in PurePosixPath(name).parts for name in files):
-        raise ValueError(f"{src}: its listing leaves the folder")
+        raise ValueError(f"{masked(src)}: its listing leaves the folder")
     return files
 
 
@@ -183,13 +194,15 @@ def _copy_once(
         for leftover in target.parent.glob(".*.tmp"):  # of a killed process: the lock is ours
             _remove(leftover)
         size = sum(entry.get("size") or 0 for entry in files.values())
-        logger.info("copying %s (%d files, %.1f MB) to %s", src, len(files), size / 1e6, target)
+        logger.info("copying %s (%d files, %.1f MB) to %s", masked(src), len(files), size / 1e6, target)
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         local = {name: temporary if name == "." else temporary / name for name in files}
         try:
             for path in local.values():
                 path.parent.mkdir(parents=True, exist_ok=True)
-            callback = TqdmCallback(tqdm_kwargs={"desc": src, "unit": " files"}) if verbose else DEFAULT_CALLBACK
+            callback = (
+                TqdmCallback(tqdm_kwargs={"desc": masked(src), "unit": " files"}) if verbose else DEFAULT_CALLBACK
+            )
             remote = [entry["name"] for entry in files.values()]
             filesystem.get(remote, [str(path) for path in local.values()], callback=callback)
             for name, path in local.items():
@@ -211,5 +224,6 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}"
+def reason(error: Exception) -> str:
+    """The error in one line, without passwords."""
+    return masked(f"{type(error).__name__}: {' '.join(str(error).split()) or 'no message'}")

@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
 """Buckets in flight through the object store."""
+IF_STALE = "the tensors that arrived are not those it computes with"
 
 Transport = Literal["naive", "nccl", "in_process", "none"]
 """naive: object store; nccl: broadcast (gloo on CPU); in_process: actor and rollout are the same workers; none: nothing is trained
@@ -25,12 +26,16 @@ class WeightSync:
     """actor, rollout: worker groups, the same one if transport is in_process.
 
     bound: of the canary's gap, see `canary_bound`; after the first update as measured there.
+    if_stale: the likely cause of a larger gap, for the message.
     """
 
-    def __init__(self, actor: WorkerGroup, rollout: WorkerGroup, transport: Transport, bound: float) -> None:
+    def __init__(
+        self, actor: WorkerGroup, rollout: WorkerGroup, transport: Transport, bound: float, if_stale: str = IF_STALE
+    ) -> None:
         self.actor: Any = actor
         self.rollout: Any = rollout
         self.bound = bound
+        self._if_stale = if_stale
         self._is_measured = False
         self.layout = self.actor.weight_layout()[0]
         self.num_bytes = sum(entry.num_bytes for bucket in self.layout for entry in bucket)
@@ -55,7 +60,7 @@ class WeightSync:
         gap = self._canary_gap()
         if not gap <= self.bound:
             self.rollout.drop_cached_prefixes()
-            cause = "the tensors that arrived are not those it computes with"
+            cause = self._if_stale
             if self._canary_gap() <= self.bound:
                 cause = "its prefix cache holds keys and values of earlier weights"
             raise AuditError(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -26,7 +27,8 @@ from lockstep.engines.rollout.rollout_engine import (
     rollout_dtype,
 )
 from lockstep.engines.train import EngineModel, TrainEngine, create_train_engine
-from lockstep.models.loading import model_folder, resolve_dtype
+from lockstep.models.loading import load_hf_config, model_folder, resolve_dtype
+from lockstep.models.router_replay import check_balance_loss
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
 from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
@@ -39,8 +41,8 @@ from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
 from lockstep.weight_sync import WeightSyncWorker
 from lockstep.weight_sync.proof import MAX_NEW, canary_prompt
-from lockstep.workers.losses import SplitCheck, actor_loss_fn, require_finite_loss
-from lockstep.workers.rollout_batch import batch_of, requests_of, sampling_params
+from lockstep.workers.losses import ExpertLoad, SplitCheck, actor_loss_fn, require_finite_loss
+from lockstep.workers.rollout_batch import batch_of, recorded_routes, requests_of, sampling_params
 from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
 
 _KEY = "actor_rollout_ref.model"
@@ -78,6 +80,8 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             key=f"{_KEY}.tokenizer_path",
         )
         if self.is_actor:
+            if config.actor.router_aux_loss_coef:
+                check_balance_loss(load_hf_config(config.model, _KEY), "actor_rollout_ref.actor.router_aux_loss_coef")
             self.actor = self._engine(config.actor)
             self.gap_bound = GapBound(resolve_dtype(engine_settings(config.actor).dtype, self.device))
             self._split_check = SplitCheck()
@@ -124,6 +128,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             clip_grad=self.config.actor.grad_clip,
             sequence_parallel_size=ranks_per_sequence(role),
             max_length=longest_sequence(self.config.rollout),
+            router_key=router_key(self.config) if isinstance(role, ActorConfig) else None,
         )
         return create_train_engine(role.strategy, spec, self.device)
 
@@ -212,7 +217,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     @cached_property
     def _canary_prompt(self) -> list[int]:
         words = set(range(self.tokenizer.vocab_size)) - set(self.tokenizer.all_special_ids)
-        return canary_prompt(words, self.config.rollout)
+        return self.rollout.prompt_like(canary_prompt(words, self.config.rollout))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def canary_log_probs(self, rows: DataProto) -> torch.Tensor:
@@ -221,12 +226,23 @@ class ActorRolloutRefWorker(WeightSyncWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), blocking=False)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` (and `sum_pi_squared`, if configured) under the current policy."""
-        more = {"with_entropy": True, "with_sum_pi_squared": self.config.actor.calculate_sum_pi_squared}
+        """`old_log_probs` and `entropys` (and `sum_pi_squared`, if configured) under the current policy.
+
+        With experts, as `actor.router_replay` says: `routed_experts` of R2, or `route_mismatch` to those of the rollout.
+        """
+        more: dict[str, Any] = {"with_entropy": True, "with_sum_pi_squared": self.config.actor.calculate_sum_pi_squared}
+        if (mode := self.config.actor.router_replay.mode) == "R2":
+            more["routes"] = "record"
+        elif "routed_experts" in data.tensors:
+            more["routes"] = "replay" if mode == "R3" else "compare"
         with self.memory.phase("old_log_prob"):
             out = self._log_probs(self.actor, self.config.rollout, data, **more)
-        names = {"log_probs": "old_log_probs", "entropy": "entropys", "sum_pi_squared": "sum_pi_squared"}
-        return data.outputs({names[name]: values for name, values in out.items()})
+        routes = out.pop("routed_experts", None)
+        names = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        outputs = data.outputs({names.get(name, name): values for name, values in out.items()})
+        if routes is not None:
+            outputs.tensors["routed_experts"] = recorded_routes(routes, data)
+        return outputs
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"), blocking=False)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -235,7 +251,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         return data.outputs({"ref_log_prob": out["log_probs"]})
 
     def _log_probs(
-        self, engine: TrainEngine, sizes: RolloutConfig | RefConfig, data: DataProto, **options: bool
+        self, engine: TrainEngine, sizes: RolloutConfig | RefConfig, data: DataProto, **options: Any
     ) -> dict[str, torch.Tensor]:
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
         micro = micro_batching(
@@ -267,14 +283,21 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         )
         no_pass = "old_log_probs" not in data.tensors  # which would have reported the entropy
         with_entropy = config.entropy_coeff != 0 or config.calculate_entropy or no_pass
-        options = {"with_entropy": with_entropy, "entropy_gradient": config.entropy_coeff != 0}
+        options: dict[str, Any] = {"with_entropy": with_entropy, "entropy_gradient": config.entropy_coeff != 0}
+        if config.router_aux_loss_coef:
+            options["router_loss"] = True
+        load = ExpertLoad() if config.router_aux_loss_coef else None
+        has_routes = "routed_experts" in data.tensors
         gap = None if data.meta_info["rollout_gap"] == "none" else RolloutGap()
         distance: dict[str, float] = {}
         means = MetricMeans()
         engine.onload(optimizer=True, ahead=True)
         with self.memory.phase("update_actor"):
             for rows, info in mini_batches(data, config.loss_scale_factor):
-                loss_fn = actor_loss_fn(config, info, data.meta_info["prepared"], gap, self._split_check)
+                loss_fn = actor_loss_fn(config, info, data.meta_info["prepared"], gap, self._split_check, load)
+                if has_routes:
+                    replays = config.router_replay.mode != "disabled"
+                    options["routes"] = "replay" if replays else "compare" if gap is not None else None
                 metrics = engine.forward_backward(rows, loss_fn, micro, temperature=self._temperature, **options)
                 require_finite_loss(metrics, "actor/pg_loss")
                 if gap is not None:
@@ -285,6 +308,8 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                 metrics["actor/grad_norm"] = engine.optimizer_step()
                 means.add(metrics)
         metrics = means.result() | distance | {"actor/lr": engine.learning_rate} | self.memory.metrics()
+        if load is not None:
+            metrics |= load.metrics(engine)
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         self.has_trained = True
@@ -312,3 +337,13 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         self.actor.offload()
         if self.is_rollout and self.rollout.info.shares_weights:
             self.rollout.policy_version = policy_version
+
+
+def router_key(config: ActorRolloutRefConfig) -> str | None:
+    """The key that asks for the routers of the actor's experts, for messages; None if none does."""
+    asked = {
+        "actor.router_replay.mode": config.actor.router_replay.mode != "disabled",
+        "actor.router_aux_loss_coef": config.actor.router_aux_loss_coef > 0,
+        "rollout.enable_rollout_routing_replay": config.rollout.enable_rollout_routing_replay,
+    }
+    return next((f"actor_rollout_ref.{key}" for key, is_asked in asked.items() if is_asked), None)

@@ -14,7 +14,7 @@ from lockstep.algorithms.losses.policy import PolicyLossFn, get_policy_loss_fn, 
 from lockstep.algorithms.losses.value import compute_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
-from lockstep.engines.train.train_engine import LossFn
+from lockstep.engines.train.train_engine import LossFn, TrainEngine
 from lockstep.registry import defined_at, describe
 from lockstep.utils.audit import AuditError, RolloutGap
 from lockstep.workers.updates import token_share
@@ -26,12 +26,14 @@ def actor_loss_fn(
     prepared: Iterable[str] = (),
     gap: RolloutGap | None = None,
     check: "SplitCheck | None" = None,
+    load: "ExpertLoad | None" = None,
 ) -> LossFn:
-    """Policy loss, minus the entropy bonus, plus the KL to the reference.
+    """Policy loss, minus the entropy bonus, plus the KL to the reference, plus the load-balance loss of experts.
 
     prepared: names of the columns from `prepare_policy_loss`.
     gap: collects the difference between the rollout's log-probs and the current policy's.
     check: of the loss, on the first micro-batch that has a gradient.
+    load: collects how often each expert computed.
 
     Rows have no `old_log_probs` if the update is the only one of its step: the current log-probs are the old ones then.
     """
@@ -65,17 +67,48 @@ def actor_loss_fn(
             kl_loss = agg_loss(kl, mask, config.loss_agg_mode)
             metrics["actor/kl_loss"] = kl_loss
             loss = loss + config.kl_loss_coef * kl_loss
+        if "route_mismatch" in outputs:
+            metrics["actor/route_mismatch"] = agg_loss(outputs["route_mismatch"], mask, "token-mean")
+        if "router_aux_loss" in outputs:
+            per_row = outputs["router_aux_loss"][:, None].expand_as(log_probs)
+            router_loss = agg_loss(per_row, mask, "seq-mean-token-mean")
+            metrics["actor/router_aux_loss"] = router_loss
+            loss = loss + config.router_aux_loss_coef * router_loss
         return loss, metrics
 
     @mini_batch_counts(info)
     def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         if gap is not None and "rollout_log_probs" in rows:
-            gap.add(rows["rollout_log_probs"], outputs["log_probs"], rows["response_mask"])
+            mismatch = outputs.get("route_mismatch")
+            gap.add(rows["rollout_log_probs"], outputs["log_probs"], rows["response_mask"], mismatch)
+        if load is not None:
+            load.add(outputs["router_load"])
         if check is not None:
             check(loss_of, outputs, rows, f"policy loss {defined_at(policy_loss)}")
         return loss_of(outputs, rows)
 
     return loss_fn
+
+
+class ExpertLoad:
+    """How often each expert computes a token of a response, summed over parts of an update."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, load: Tensor) -> None:
+        """(B, layers, experts) of one part."""
+        part = load.sum(0).double()
+        self._sum = part if self._sum is None else self._sum + part
+
+    def metrics(self, engine: TrainEngine) -> dict[str, float]:
+        """The largest load of an expert relative to the mean, averaged over layers; collective."""
+        if self._sum is None:
+            return {}
+        total = torch.tensor(engine.global_sum(*self._sum.flatten().tolist())).view_as(self._sum)
+        mean = total.mean(-1).clamp_min(1e-9)
+        return {"actor/expert_load_max": float((total.amax(-1) / mean).mean())}
 
 
 def _checked(result: Any, policy_loss: PolicyLossFn) -> tuple[Tensor, dict[str, Any]]:

@@ -2,12 +2,13 @@
 
 raw_prompt_ids, sampling_seed ──► GenerationRequest … Completion ──► prompts, responses, input_ids, attention_mask,
                                                                      position_ids, response_mask, policy_versions,
-                                                                     rollout_log_probs
+                                                                     rollout_log_probs, routed_experts
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from lockstep.agents.trajectory import Trajectory
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol import BATCH_KEYS, DataProto, Ragged, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+from lockstep.protocol.ragged import is_ragged
+from lockstep.protocol.tokens import lengths_of, shape_of
 
 
 def sampling_params(config: RolloutConfig, *, validate: bool, greedy: bool) -> SamplingParams:
@@ -69,7 +72,36 @@ def trajectory_tensors(
     }
     if config.calculate_log_probs:
         columns["rollout_log_probs"] = _entries("rollout_log_probs", [row.log_probs for row in rows], length)
+    if config.enable_rollout_routing_replay:
+        lengths = [len(row.ids) for row in rows]
+        columns["routed_experts"] = route_column([row.routes for row in rows], lengths, config.prompt_length + length)
     return columns
+
+
+def recorded_routes(routes: Tensor, data: DataProto) -> Tensor | Ragged:
+    """The column `routed_experts` of these rows, from the experts (B, S, layers, experts per token) that their forward recorded."""
+    prompts, responses = lengths_of(data.tensors)
+    lengths = (prompts + responses).tolist()
+    column = route_column([row.numpy() for row in routes], lengths, shape_of(data.tensors, "input_ids")[1])
+    return column if is_ragged(data.batch) else column.padded()
+
+
+def route_column(rows: Sequence[np.ndarray | None], lengths: Sequence[int], width: int) -> Ragged:
+    """The column `routed_experts`, in which tokens without known experts are free.
+
+    rows: experts of each row's first tokens. If no row has any, the entries have no size, and take that of the other batches when
+          batches are concatenated.
+    lengths: tokens of each row. width: of a padded row.
+    """
+    key = BATCH_KEYS["routed_experts"]
+    assert key.dtype is not None
+    known = next((row for row in rows if row is not None and len(row)), np.zeros((0, 0, 0), np.int16))
+    values = np.full((sum(lengths), *known.shape[1:]), key.fill, known.dtype)
+    for row, end, length in zip(rows, np.cumsum(lengths), lengths):
+        if row is not None and len(row):
+            num = min(length, len(row))
+            values[end - length : end - length + num] = row[:num]
+    return Ragged(torch.from_numpy(values), torch.tensor(lengths), width, key.fill, key.dtype)
 
 
 def _entries(name: str, rows: Sequence[Sequence[Any]], width: int) -> Ragged:

@@ -90,6 +90,34 @@ REF = "actor_rollout_ref.ref"
             [f"{ACTOR}.policy_loss.rollout_correction.rollout_is=token"],
             "rollout_correction.rollout_is=token: must equal algorithm.rollout_correction.rollout_is=None; set only that key",
         ),
+        (
+            [f"{ACTOR}.router_replay.mode=R3", f"{ROLLOUT}.enable_rollout_routing_replay=false"],
+            "enable_rollout_routing_replay=false: actor_rollout_ref.actor.router_replay.mode=R3 replays the experts of the rollout",
+        ),
+        (
+            [f"{ACTOR}.router_replay.mode=R2", f"{ROLLOUT}.enable_rollout_routing_replay=true"],
+            "enable_rollout_routing_replay=true: actor_rollout_ref.actor.router_replay.mode=R2 replays the experts of",
+        ),
+        (
+            [f"{ACTOR}.router_replay.mode=R3", f"{ROLLOUT}.name=hf"],
+            "router_replay.mode=R3: actor_rollout_ref.rollout.name=hf does not return the experts of its tokens; set",
+        ),
+        (
+            [f"{ROLLOUT}.enable_rollout_routing_replay=true", f"{ROLLOUT}.name=hf"],
+            "enable_rollout_routing_replay=true: actor_rollout_ref.rollout.name=hf does not return the experts",
+        ),
+        (
+            [f"{ACTOR}.router_replay.mode=R2", f"{ACTOR}.strategy=megatron"],
+            "router_replay.mode=R2: actor_rollout_ref.actor.strategy=megatron does not give access to the routers of experts",
+        ),
+        (
+            [f"{ACTOR}.router_aux_loss_coef=0.1", f"{ACTOR}.strategy=megatron"],
+            "router_aux_loss_coef=0.1: actor_rollout_ref.actor.strategy=megatron does not give access",
+        ),
+        ([f"{ACTOR}.router_replay.mode=r3"], f"{ACTOR}.router_replay.mode=r3: must be one of disabled, R2, R3"),
+        ([f"{ACTOR}.router_aux_loss_coef=-1"], f"{ACTOR}.router_aux_loss_coef=-1.0: must be 0 or more"),
+        ([f"{REF}.router_replay.mode=R2"], "not supported: the reference policy chooses its own experts"),
+        ([f"{ACTOR}.router_replay.record_file=a"], "not supported: experts are recorded in the batch, not in files"),
         ([f"{ACTOR}.loss_agg_mode=mean"], f"{ACTOR}.loss_agg_mode=mean: must be one of token-mean, token-sum"),
         ([f"{ACTOR}.kl_loss_type=k4"], f"{ACTOR}.kl_loss_type=k4: must be one of kl, abs, mse, low_var_kl"),
         (
@@ -263,6 +291,9 @@ def test_the_run_says_which_log_probs_of_vllm_it_trains_on(
     assert caplog.text.count("rollout_log_probs are of the cut distribution, old_log_probs of the full one") == 1
 
 
+TGI = ["name=tgi", "server.urls=[http://a]", "server.reload_command='restart {folder}'"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -273,7 +304,7 @@ def test_the_run_says_which_log_probs_of_vllm_it_trains_on(
             "server.urls=http://a:1/v1: must be a base URL without a path",
         ),
         (["name=server", "server.urls=[http://a,http://a]"], "lists a server twice"),
-        (["name=server", "server.urls=[http://a]", "server.kind=tgi"], "server.kind=tgi"),
+        (["name=server", "server.urls=[http://a]", "server.kind=llama"], "server.kind=llama"),
         (["name=server", "server.urls=[http://a]", "server.kind=openai"], "has no endpoints for weight updates"),
         (
             ["name=server", "server.urls=[http://a]", "server.timeout_s=0"],
@@ -292,12 +323,49 @@ def test_the_run_says_which_log_probs_of_vllm_it_trains_on(
             ["name=sglang", "server.urls=[http://a]", "tensor_model_parallel_size=2"],
             "servers are started with their own parallelism; set 1",
         ),
+        (["name=tgi"], "name=tgi: not supported without running servers: list them in"),
+        (["name=tgi", "server.urls=[http://a]", "server.kind=vllm"], "name=tgi speaks TGI's protocol"),
+        (
+            ["name=tgi", "server.urls=[http://a]"],
+            f"{ROLLOUT}.name=tgi: such a server has no endpoints for weight updates; set {ROLLOUT}.server.reload_command",
+        ),
+        (
+            ["name=server", "server.urls=[http://a]", "server.kind=tgi"],
+            f"{ROLLOUT}.server.kind=tgi: such a server has no endpoints for weight updates; set {ROLLOUT}.server.reload_command",
+        ),
+        ([*TGI, "ignore_eos=true"], "ignore_eos=true: TGI has no such setting; set false"),
+        ([*TGI, "min_p=0.1"], f"{ROLLOUT}.min_p=0.1: TGI has no such setting; set 0.0"),
+        ([*TGI, "val_kwargs.min_p=0.1"], "val_kwargs.min_p=0.1: TGI has no such setting; set 0.0"),
+        ([*TGI, "server.sleep=true"], "server.sleep=true: not supported with"),
+        ([*TGI, "server.weight_transfer=file"], "server.weight_transfer=file: "),
+        (
+            [*TGI, "server.urls=[http://a,http://b]"],
+            "runs once for each server, so it must have {url} among its arguments",
+        ),
+        ([*TGI, "server.reload_command=restart"], "must have {folder} among its arguments"),
+        ([*TGI, 'server.reload_command="restart \'{folder}"'], "cannot be split into arguments (No closing quotation)"),
+        ([*TGI, "server.reload_timeout_s=0"], "server.reload_timeout_s=0.0: must be greater than 0"),
     ],
 )
 def test_servers_are_checked(minimal: list[str], overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(PPOConfig, [*minimal, *(f"{ROLLOUT}.{override}" for override in overrides)])
     assert message in str(caught.value)
+
+
+def test_a_server_that_is_reloaded_can_train(minimal: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    more = [*(f"{ROLLOUT}.{override}" for override in TGI), "trainer.default_local_dir=/tmp/some_run"]
+    server = load_config(PPOConfig, [*minimal, *more]).actor_rollout_ref.rollout.server
+    assert server.reload_command == "restart {folder}" and server.weights_folder == "/tmp/some_run/rollout_weights"
+    chosen = load_config(PPOConfig, [*minimal, *more, f"{ROLLOUT}.server.weights_folder=/tmp/shared"])
+    assert chosen.actor_rollout_ref.rollout.server.weights_folder == "/tmp/shared"
+    for kind in ("vllm", "sglang", "openai"):
+        load_config(PPOConfig, [*minimal, *more, f"{ROLLOUT}.name=server", f"{ROLLOUT}.server.kind={kind}"])
+    assert "cut distribution" not in caplog.text
+    load_config(PPOConfig, [*minimal, *more, f"{ROLLOUT}.top_p=0.9"])
+    assert (
+        caplog.text.count("name=tgi with top_p, top_k or min_p at temperature 1: rollout_log_probs are of the cut") == 1
+    )
 
 
 def test_an_openai_server_can_serve_a_policy_that_is_not_trained(minimal: list[str]) -> None:

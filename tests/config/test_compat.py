@@ -103,7 +103,7 @@ def test_unsupported_features_are_refused() -> None:
         "actor.optim.lr_wsd_decay_steps=10: not supported: schedules are constant, linear and cosine; set lr_scheduler_type to "
         "one of them",
         "critic.load_weight=false: not supported: weights are always loaded from the model's path; set true",
-        "actor_rollout_ref.rollout.name=trtllm: not supported: set embedded, hf, vllm, sglang or server",
+        "actor_rollout_ref.rollout.name=trtllm: not supported: set embedded, hf, vllm, sglang, tgi or server",
         "global_profiler.tool=npu: not supported: set torch, nsys or torch_memory",
         "trainer.logger=[console,clearml]: clearml is not supported: use any of console, file, tensorboard, wandb, "
         "mlflow, swanlab",

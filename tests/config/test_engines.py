@@ -64,7 +64,7 @@ def test_an_engine_that_is_registered_says_what_it_can_do(minimal: list[str]) ->
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ("embeded", "no such name. Did you mean 'embedded'? Known: embedded, hf, server, sglang, vllm"),
+        ("embeded", "no such name. Did you mean 'embedded'? Known: embedded, hf, server, sglang, tgi, vllm"),
         ("engine.py", "names a file; add the class: engine.py:CLASS"),
         ("no_such_file.py:Engine", "no file "),
         (f"{PLUGINS / 'rollout_engine.py'}:Plain", "has no attribute 'Plain'"),

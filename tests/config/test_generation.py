@@ -75,7 +75,7 @@ def test_the_documented_evaluation_file_composes_as_printed(tmp_path: Path, capl
         (GenerationConfig, "rollout.temperature=0", "sampling needs a temperature above 0"),
         (GenerationConfig, "rollout.n=4", "data.n_samples is the number of responses"),
         (GenerationConfig, "rollout.val_kwargs.n=4", "set rollout.temperature, top_k"),
-        (GenerationConfig, "rollout.name=trtllm", "not supported: set embedded, hf, vllm, sglang or server"),
+        (GenerationConfig, "rollout.name=trtllm", "not supported: set embedded, hf, vllm, sglang, tgi or server"),
         (
             GenerationConfig,
             "rollout.name=sglang",

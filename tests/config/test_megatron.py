@@ -173,7 +173,7 @@ def test_every_key_of_verls_section_says_why_it_has_no_effect(caplog: pytest.Log
         ),
         (
             [f"{M}.virtual_pipeline_model_parallel_size=2"],
-            f"{M}.virtual_pipeline_model_parallel_size=2: there is one stage",
+            f"{M}.virtual_pipeline_model_parallel_size=2: not supported: a stage is computed in one piece; set null",
         ),
         (
             [
@@ -186,7 +186,7 @@ def test_every_key_of_verls_section_says_why_it_has_no_effect(caplog: pytest.Log
         ),
         (
             [f"{M}.context_parallel_size=2", "trainer.n_gpus_per_node=2"],
-            f"{M}.context_parallel_size=2: splitting sequences across ranks needs TransformerEngine",
+            f"{M}.context_parallel_size=2: not supported: it needs the attention of TransformerEngine",
         ),
         (
             [f"{TP}=2", "critic.megatron.tensor_model_parallel_size=1", "trainer.n_gpus_per_node=2"],
@@ -209,6 +209,8 @@ def test_layouts_that_do_not_fit(minimal: list[str], overrides: list[str], messa
 def test_layouts_that_fit(minimal: list[str]) -> None:
     load_config(PPOConfig, [*minimal, ON, f"{TP}=2", f"{PP}=2", "trainer.n_gpus_per_node=8"])
     load_config(PPOConfig, [*minimal, ON, f"{M}.expert_model_parallel_size=4", "trainer.n_gpus_per_node=4"])
+    dense_critic = ["critic.megatron.expert_model_parallel_size=1", "trainer.n_gpus_per_node=4"]
+    load_config(PPOConfig, [*minimal, ON, f"{M}.expert_model_parallel_size=2", *dense_critic])
     hybrid = ["trainer.placement=hybrid", "trainer.n_gpus_per_node=4", "critic.megatron.tensor_model_parallel_size=1"]
     load_config(PPOConfig, [*minimal, ON, f"{TP}=2", *hybrid])
     ignored = [f"{ACTOR}.fsdp_config.fsdp_size=3", "trainer.n_gpus_per_node=2"]
@@ -217,12 +219,10 @@ def test_layouts_that_fit(minimal: list[str]) -> None:
         load_config(PPOConfig, [*minimal, *ignored])
 
 
-def test_micro_batches_of_split_sequences(minimal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.config.megatron_checks.find_spec", lambda name: object())
+def test_tensor_parallel_ranks_do_not_split_sequences(minimal: list[str]) -> None:
     lengths = ["data.max_prompt_length=512", "data.max_response_length=512", f"{ACTOR}.ppo_max_token_len_per_gpu=512"]
-    lengths += [f"{ACTOR}.use_dynamic_bsz=true", "critic.ppo_max_token_len_per_gpu=1024", "trainer.n_gpus_per_node=2"]
+    lengths += [f"{ACTOR}.use_dynamic_bsz=true", "trainer.n_gpus_per_node=2"]
     assert "a sequence can have 1024 tokens" in problems(*minimal, ON, f"{TP}=2", *lengths)
-    load_config(PPOConfig, [*minimal, ON, f"{M}.context_parallel_size=2", *lengths])
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,9 @@ def test_problems_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "trainer.logger=[consol]": "trainer.logger=consol: no such tracker; did you mean console?",
         "trainer.resume_mode=resume_path": "trainer.resume_from_path: must be the global_step_N folder",
         "model.strategy=megatrn": "model.strategy=megatrn: no such name. Did you mean 'megatron'?",
-        "trainer.default_hdfs_dir=hdfs://x": "not supported: checkpoints are written to local or mounted folders",
+        "trainer.default_hdfs_dir=hdfs": "trainer.default_hdfs_dir=hdfs: must be a URL such as s3://bucket/run",
+        "trainer.default_hdfs_dir=ftp://me:secret@host/x": "trainer.default_hdfs_dir=ftp://me:***@host/x: has a password or",
+        "trainer.hdfs_wait_s=-1": "trainer.hdfs_wait_s=-1.0: must be 0 or more",
         "data.custom_cls.path=x.py": "data.custom_cls.name: must name the class",
         "algorithm.adv_estimator=grpo": "no such key",
     }.items():

@@ -207,6 +207,8 @@ def test_training_commands_train(
         pytest.importorskip("bitsandbytes")
     if "react_agent" in command:
         pytest.importorskip("langgraph")
+    if "strategy=deepspeed" in command:
+        pytest.importorskip("deepspeed")
     monkeypatch.chdir(tmp_path)  # for relative output folders
     for name, value in variables(places).items():
         monkeypatch.setenv(name, value)
@@ -341,6 +343,8 @@ def test_one_command_per_page_trains_on_ray(
 ) -> None:
     from tests.shared_processes import OnSharedProcesses  # imports Ray
 
+    if "strategy=deepspeed" in command:
+        pytest.importorskip("deepspeed")
     for name, value in variables(places).items():
         monkeypatch.setenv(name, value)
     use_hub(monkeypatch, Path(places["$DATA"]) / "hub", offline=True)

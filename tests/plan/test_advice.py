@@ -59,7 +59,7 @@ CLUSTER = ("trainer.nnodes=8", "trainer.n_gpus_per_node=8")
 @pytest.mark.parametrize(
     ("shape", "device", "words", "named"),
     [
-        ("72b", "H100", (*LARGE, *CLUSTER), f"{ROLLOUT}.tensor_model_parallel_size=4"),
+        ("72b", "H100", (*LARGE, *CLUSTER), f"{ROLLOUT}.tensor_model_parallel_size=8"),
         ("72b", "H100", (*LARGE, "trainer.n_gpus_per_node=8"), "trainer.nnodes="),
         ("7b", "RTX4090", LARGE, "actor_rollout_ref.model.lora_rank=32"),
         ("7b", "H100", LARGE, f"{ACTOR}.fsdp_config.optimizer_offload=true"),
@@ -98,14 +98,18 @@ def test_nothing_helps(plan: Any) -> None:
     assert code == 1 and "No setting that was tried makes it fit" in shown and "Try" not in shown
 
 
-def test_search_considers_vllm_if_the_whole_model_does_not_fit_on_a_gpu(plan: Any) -> None:
-    code, shown = plan("72b", "H100", "--search", *LARGE, *CLUSTER)
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_search_divides_a_model_that_does_not_fit_on_a_gpu(plan: Any, engine: str) -> None:
+    words = (*LARGE, *CLUSTER, f"{ROLLOUT}.name={engine}")
+    code, shown = plan("72b", "H100", "--search", *words)
     assert code == 0 and "TP 8" in shown
     arguments = [
         shlex.split(line)[0] for line in shown.partition("add to the command:")[2].splitlines() if line.strip()
     ]
-    assert f"{ROLLOUT}.name=vllm" in arguments
-    assert plan("72b", "H100", *LARGE, *CLUSTER, *arguments)[0] == 0
+    assert plan("72b", "H100", *words, *arguments)[0] == 0
+
+
+def test_search_does_not_consider_vllm_if_the_model_fits(plan: Any) -> None:
     code, shown = plan("7b", "H100", "--search", *LARGE, "trainer.n_gpus_per_node=8")
     assert code == 0 and "vllm" not in shown
 

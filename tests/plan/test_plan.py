@@ -337,7 +337,7 @@ def test_vllm_has_a_copy_of_the_weights_while_it_is_awake(
     assert found["update actor"].get("weights for decoding") == (None if sleeps else copy)
 
 
-@pytest.mark.parametrize("name", ["server", "sglang"])
+@pytest.mark.parametrize("name", ["server", "sglang", "tgi"])
 def test_servers_are_not_part_of_the_plan(command: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rollout = "actor_rollout_ref.rollout"
     more = [f"{rollout}.name={name}", f"{rollout}.server.urls=[http://127.0.0.1:8000]"]

@@ -62,5 +62,5 @@ def test_unknown_key_name() -> None:
 def test_the_table_is_complete() -> None:
     for key in BATCH_KEYS.values():
         assert key.written_by and key.read_by and key.meaning
-        assert set(key.shape) <= set("BPRT") and key.shape.startswith("B")
+        assert set(key.shape) <= set("BPRTSLK") and key.shape.startswith("B")
         assert key.dtype is not None or key.shape == "B"

@@ -234,6 +234,38 @@ def test_rows_of_any_size_and_shape() -> None:
     assert torch.equal(sent.tensors.stored("pixel_values").values, torch.cat([patches[4:], patches[1:4]]))
 
 
+def with_routes(routes: Tensor | None = None) -> DataProto:
+    batch = ragged()
+    lengths = torch.tensor([sum(row) for row in LENGTHS])
+    values = torch.zeros(int(lengths.sum()), 0, 0, dtype=torch.int16) if routes is None else routes
+    batch.tensors["routed_experts"] = Ragged(values, lengths, P + R, -1, torch.int16)
+    return batch
+
+
+def test_experts_of_tokens_are_kept_by_position() -> None:
+    routes = torch.arange(18 * 3 * 2, dtype=torch.int8).view(18, 3, 2)
+    batch = with_routes(routes)
+    require(batch, "routed_experts", "input_ids")
+    column = batch.tensors.read("routed_experts")
+    assert column.shape == (4, P + R, 3, 2) and column.dtype == torch.int16
+    assert torch.equal(column[1, :4], routes[5:9].short()) and (column[1, 4:] == -1).all()
+    cleared = batch.tensors.take_or_clear([3, 0], [False, True]).read("routed_experts")
+    assert torch.equal(cleared[1, 0], routes[0].short()) and (cleared[1, 1:] == -1).all()
+    sent = pickle.loads(pickle.dumps(batch))
+    assert torch.equal(sent.tensors.stored("routed_experts").values, routes)
+
+
+def test_a_part_without_known_experts_takes_the_size_of_the_others() -> None:
+    """Such as a group of conversations that failed before their first turn."""
+    routes = torch.ones(18, 3, 2, dtype=torch.int8)
+    for parts in ([with_routes(), with_routes(routes)], [with_routes(routes), with_routes()]):
+        both = DataProto.concat(parts).tensors.stored("routed_experts")
+        assert isinstance(both, Ragged) and both.values.shape == (36, 3, 2) and both.values.dtype == torch.int8
+        assert (both.values == -1).sum() == 18 * 6
+    none = DataProto.concat([with_routes(), with_routes()]).tensors.stored("routed_experts")
+    assert isinstance(none, Ragged) and none.values.shape == (36, 0, 0)
+
+
 def test_methods_of_a_tensordict() -> None:
     tensors = ragged().tensors
     assert tensors.to_dict().keys() == set(tensors.keys())

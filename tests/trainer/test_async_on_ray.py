@@ -15,6 +15,8 @@ from tests.shared_processes import OnSharedProcesses, SharedProcesses
 
 pytestmark = pytest.mark.first
 
+TP = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+
 
 @pytest.mark.parametrize(
     ("mode", "workers"),
@@ -22,6 +24,10 @@ pytestmark = pytest.mark.first
         ("colocated", ["trainer.n_gpus_per_node=2"]),
         ("one_step_off", ["trainer.placement=split", "trainer.n_gpus_per_node=4"]),
         ("fully_async", ["trainer.placement=split", "trainer.n_gpus_per_node=4"]),
+        pytest.param("colocated", ["trainer.n_gpus_per_node=2", TP], marks=pytest.mark.slow),
+        pytest.param(
+            "fully_async", ["trainer.placement=split", "trainer.n_gpus_per_node=4", TP], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_each_group_is_trained_on_once(

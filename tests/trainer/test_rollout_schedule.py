@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from lockstep.agents.trajectory import Trajectory
+from lockstep.observability.run_folder import JOURNAL, JOURNAL_EVENTS
 from lockstep.protocol import DataProto, object_array
 from lockstep.trainer.ppo.forks import EARLIER
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
-from lockstep.trainer.ppo.rollout_sources.journal import EVENTS, FOLDER, Journal, read_events, trained_groups
+from lockstep.trainer.ppo.rollout_sources.journal import Journal, read_events, trained_groups
 
 PER_STEP, STEPS = 3, 40
 
@@ -151,7 +152,7 @@ def test_journal_undoes_steps_after_the_checkpoint(tmp_path: Path) -> None:
     journal.checkpoint(1)
     journal.train(2, [make_group(1, 1)])
     journal.close()
-    with open(tmp_path / FOLDER / EVENTS, "ab") as file:
+    with open(tmp_path / JOURNAL / JOURNAL_EVENTS, "ab") as file:
         file.write(b'{"event": "tra')  # the process died
     journal = Journal(tmp_path, step=1, policy_version=1)
     journal.train(2, [make_group(2, 0)])
@@ -168,7 +169,7 @@ def test_damaged_samples_are_sampled_again(
     journal.checkpoint(1)
     journal.finish(finished(2, 0, version=1))
     journal.close()
-    file = next((tmp_path / FOLDER).glob("samples_after_1.bin"))
+    file = next((tmp_path / JOURNAL).glob("samples_after_1.bin"))
     file.write_bytes(damage(file.read_bytes()))
     journal = Journal(tmp_path, step=1, policy_version=1)
     assert journal.recover(make_group(2, 0)) is None
@@ -186,7 +187,7 @@ def test_a_damaged_line_costs_its_own_group(tmp_path: Path, caplog: pytest.LogCa
     for row in range(3):
         journal.finish(finished(2, row, version=1))
     journal.close()
-    file = tmp_path / FOLDER / EVENTS
+    file = tmp_path / JOURNAL / JOURNAL_EVENTS
     lines = file.read_bytes().split(b"\n")
     file.write_bytes(b"\n".join([*lines[:3], damage, *lines[4:]]))
     journal = Journal(tmp_path, step=1, policy_version=1)
@@ -206,7 +207,7 @@ def test_a_lost_mark_recovers_no_samples_of_other_weights(tmp_path: Path) -> Non
     journal = Journal(tmp_path, step=1, policy_version=1)  # step 2 is trained again, with other settings
     journal.checkpoint(2)
     journal.close()
-    file = tmp_path / FOLDER / EVENTS
+    file = tmp_path / JOURNAL / JOURNAL_EVENTS
     lines = file.read_bytes().split(b"\n")
     assert b"checkpoint" in lines[-2]
     file.write_bytes(b"\n".join([*lines[:-2], b"{", b""]))

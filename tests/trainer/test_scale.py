@@ -69,7 +69,11 @@ class Run:
         return {f.stem: [json.loads(line)["output"] for line in f.read_text().splitlines()] for f in files}
 
     def weights(self) -> dict[str, Any]:
-        (last,) = self.folder.glob(f"global_step_{STEPS}")
+<<<<<<< HEAD
+        last = max(self.folder.glob("global_step_*"), key=lambda folder: int(folder.name.removeprefix("global_step_")))
+=======
+        (last,) = self.folder.glob(f"global_step_{self.metrics[-1]['step']}")
+>>>>>>> tp
         return {
             f"{model.name}.{name}": tensor
             for model in sorted(last.iterdir())
@@ -252,6 +256,40 @@ def test_grpo_with_kl_loss_and_a_separate_reward_model_pool(runs: Runs, tiny_run
     assert_equal(runs(*settings, *workers(2), *own_pool), runs(*settings))
 
 
+TP = {size: f"{ROLLOUT}.tensor_model_parallel_size={size}" for size in (2, 4)}
+LORA = ["actor_rollout_ref.model.lora_rank=4", f"{ACTOR}.optim.lr=0.01", "algorithm.use_kl_in_reward=false"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "over_ranks",
+    [
+        [*workers(2), TP[2]],
+        [*workers(4), TP[4]],
+        [*workers(4), TP[2], f"{ROLLOUT}.mode=async"],
+        [*workers(4, "split"), TP[2], *NAIVE],
+    ],
+    ids=["2", "4", "pairs-of-single-requests", "split"],
+)
+def test_grpo_with_a_rollout_over_ranks(runs: Runs, over_ranks: list[str]) -> None:
+    settings = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=3", "algorithm.use_kl_in_reward=false"]
+    settings += ["trainer.total_epochs=3", "trainer.total_training_steps=5"]
+    alone, divided = runs(*settings, "trainer.save_freq=5"), runs(*settings, *over_ranks, "trainer.save_freq=5")
+    assert_equal(divided, alone, steps=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["colocate", "standalone"])
+def test_adapters_of_a_rollout_over_ranks(runs: Runs, placement: str) -> None:
+    settings = [*LORA, "algorithm.adv_estimator=grpo", "trainer.save_freq=-1"]
+    count = 2 if placement == "colocate" else 6
+    divided, alone = runs(*settings, *workers(count, placement), TP[2], "trainer.save_freq=-1"), runs(*settings)
+    assert divided.answers == alone.answers and len(alone.answers) == STEPS
+    for row, expected in zip(divided.metrics, alone.metrics, strict=True):
+        for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+            assert row[name] == pytest.approx(expected[name], abs=TOLERANCE), (row["step"], name)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -275,18 +313,21 @@ def test_generated_responses(runs: Runs, tiny_run_files: Path, tmp_path: Path, m
     base = [f"model.path={tiny_run_files}/model", f"data.path={tiny_run_files}/train.parquet", "data.n_samples=3"]
     base += ["data.batch_size=5", "data.max_prompt_length=40", "data.max_response_length=8", "trainer.device=cpu"]
     tables = []
-    for count in (1, 2):
-        own = [f"data.output_path={tmp_path}/{count}.parquet", f"trainer.n_gpus_per_node={count}"]
-        config = load_config(GenerationConfig, [*base, *own])
+    for count, together in ((1, 1), (2, 1), (2, 2)):
+        file = tmp_path / f"{count}-{together}.parquet"
+        own = [f"data.output_path={file}", f"trainer.n_gpus_per_node={count}"]
+        config = load_config(GenerationConfig, [*base, *own, f"rollout.tensor_model_parallel_size={together}"])
         assert GenerationRunner(config, prepare(config)).run(as_validation(config)) == 0
-        tables.append(pd.read_parquet(tmp_path / f"{count}.parquet"))
+        tables.append(pd.read_parquet(file))
     assert not runs.shared.lent
-    pd.testing.assert_frame_equal(*tables)
+    for table in tables[1:]:
+        pd.testing.assert_frame_equal(table, tables[0])
     assert len(tables[0]) == 16 and all(len(responses) == 3 for responses in tables[0]["responses"])
 
 
 @pytest.mark.slow
-def test_conversations_with_several_trajectories(runs: Runs) -> None:
+@pytest.mark.parametrize("together", [[], [f"{ROLLOUT}.tensor_model_parallel_size=2"]], ids=["each", "over-ranks"])
+def test_conversations_with_several_trajectories(runs: Runs, together: list[str]) -> None:
     """Rows of a conversation stay in its mini-batch, and the number of rows divides by nothing."""
     (runs.folder / "loop.py").write_text(LOOP)
     settings = [
@@ -295,6 +336,6 @@ def test_conversations_with_several_trajectories(runs: Runs) -> None:
         f"{ROLLOUT}.agent.default_agent_loop={runs.folder}/loop.py:ThreeTurns",
         "data.max_response_length=100",
     ]
-    run = runs(*settings, *workers(2))
+    run = runs(*settings, *workers(2), *together)
     assert all(row["trajectory_breaks/mean"] > 0 for row in run.metrics)
     assert_equal(run, runs(*settings))

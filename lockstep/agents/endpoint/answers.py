@@ -16,13 +16,15 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from lockstep.agents.conversation import Generate
 from lockstep.agents.endpoint.errors import ApiError
 from lockstep.agents.endpoint.recorder import Prompt, SessionRecorder
 from lockstep.agents.renderer import Message, TooLongError
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, arguments_object
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
-from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams, first_routes
 
 FIRST_PIECE, LARGEST_PIECE = 16, 128
 """Tokens of the first piece; each further one is twice as long, up to the largest, because each one prefills the prompt again."""
@@ -193,6 +195,7 @@ class _Run:
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
         self.versions: list[int] = []
+        self.routes: np.ndarray | None = None
         self.text = ""  # of token_ids, without the token that ended the answer
         self.shown = ""  # sent so far
         self.num_sent = 0  # tokens sent so far
@@ -225,6 +228,7 @@ class _Run:
             self.token_ids += completion.token_ids
             self.log_probs += completion.log_probs
             self.versions += completion.policy_versions
+            self.routes = first_routes(self.routes, completion.routes)
             self.stop_reason = completion.stop_reason
             self.text = self._decode(self.token_ids[:-1] if self.stop_reason == "stop" else self.token_ids)
             self.stop_string = self._cut_at_stop_string(start)
@@ -309,7 +313,11 @@ class _Run:
     def _record(self, message: Message, text: str, num_tokens: int, stop_reason: Any) -> None:
         self.is_recorded = True
         completion = Completion(
-            self.token_ids[:num_tokens], self.log_probs[:num_tokens], stop_reason, self.versions[:num_tokens]
+            self.token_ids[:num_tokens],
+            self.log_probs[:num_tokens],
+            stop_reason,
+            self.versions[:num_tokens],
+            routes=None if self.routes is None else self.routes[: len(self.prompt.ids) + num_tokens],
         )
         answer = text if isinstance(self.prompt.key, str) else message
         self.session.recorder.add(self.prompt, answer, completion, trainable=self.trainable)

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.agent_loop import AgentLoop, Setup
 from lockstep.agents.trajectory import NOT_SAMPLED, Trajectory
-from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams, first_routes
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -218,6 +218,7 @@ class _OnTokens(AgentLoop):
         if output.multi_modal_data or output.extra_fields:
             raise ValueError("multi_modal_data and extra_fields are not supported; leave them empty")
         sampled: dict[int, tuple[float, int]] = {}  # place in the response to log-prob and policy version
+        routes = None
         for context, completion in calls:
             start = len(context) - len(prompt)
             if start < 0 or (prompt + ids)[: len(context)] != context:
@@ -227,6 +228,8 @@ class _OnTokens(AgentLoop):
                 range(start, len(ids)), completion.log_probs, completion.policy_versions, same
             ):
                 sampled[place] = log_prob, version
+            is_whole = ids[start : start + len(completion.token_ids)] == completion.token_ids
+            routes = first_routes(routes, completion.routes if is_whole else None)
         wrong = [place for place, is_own in enumerate(mask) if is_own and place not in sampled]
         if wrong:
             raise ValueError(
@@ -234,7 +237,7 @@ class _OnTokens(AgentLoop):
                 "sample there: keep the ids that `generate` returned, after the prompt_ids that it was given"
             )
         own = [sampled[place] if is_own else (0.0, NOT_SAMPLED) for place, is_own in enumerate(mask)]
-        return Trajectory(prompt, ids, [int(bool(m)) for m in mask], [p for p, _ in own], [v for _, v in own])
+        return Trajectory(prompt, ids, [int(bool(m)) for m in mask], [p for p, _ in own], [v for _, v in own], routes)
 
 
 def _params_of(sampling: SamplingParams) -> dict[str, Any]:

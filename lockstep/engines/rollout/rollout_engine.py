@@ -86,6 +86,10 @@ class RolloutEngine(ABC):
         finally:
             self.abort(self.unfinished())
 
+    def prompt_like(self, token_ids: list[int]) -> list[int]:
+        """A prompt that the engine can take: `token_ids`, or other tokens of about the same text if it takes text."""
+        return token_ids
+
     def canaries(self, request: GenerationRequest) -> list[Completion]:
         """The request's completion by every copy of the weights that the engine has."""
         return self.generate([request])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,16 +27,16 @@ from lockstep.engines.train.deepspeed_settings import DeepSpeedSettings, build_s
 from lockstep.engines.train.loss_scale import LossScale
 from lockstep.engines.train.lr_schedule import build_schedule
 from lockstep.engines.train.offload import PinnedBuffer, move_parameters
-from lockstep.engines.train.optimizer import build_optimizer
+from lockstep.engines.train.optimizer import fused_adamw
+from lockstep.engines.train.sharding import decoder_layers
 from lockstep.engines.train.state import load_extra, save_extra
 from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.engines.train.token_module import open_token_model
 from lockstep.engines.train.train_engine import PARTS, EngineModel
 from lockstep.engines.train.zero_state import ZeroState
-from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.lora_identity import check_identity
-from lockstep.models.packed_weights import pack_weights
+from lockstep.models.packed_weights import in_packed_order, pack_weights
 from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights
 from lockstep.models.token_models import ScalarModel, TokenModel
 from lockstep.models.weight_source import WeightSource
@@ -48,6 +49,7 @@ class DeepSpeedEngine(TokenEngine):
     """model: its parameters are on the meta device; `weights` fills them.
 
     optim: None for a model that only computes.
+    router_key: see `EngineModel`.
     """
 
     info = TRAIN_ENGINES.built_in["deepspeed"]
@@ -64,6 +66,7 @@ class DeepSpeedEngine(TokenEngine):
         packed: bool,
         clip_grad: float = 1.0,
         gradient_checkpointing: bool = False,
+        router_key: str | None = None,
     ) -> None:
         super().__init__(model, device=device, packed=packed)
         settings = build_settings(config, optim, clip_grad, compute_dtype)
@@ -88,22 +91,23 @@ class DeepSpeedEngine(TokenEngine):
             self._fill_sharded(deepspeed, weights, settings)
         else:
             weights.fill(model.transformer, device)
+            pack_weights(model)
         self._wrapped: Any = None
         self.compute = model
         if optim is not None or self.stage == 3:
             self._wrapped = self._wrap(deepspeed, settings, optim)
             self.compute = self._wrapped
-        else:
-            pack_weights(model)
         self._state = ZeroState(model, self._wrapped, self.stage)
         if optim is not None:
             self.schedule = build_schedule(self._wrapped.basic_optimizer, optim)
             if compute_dtype != torch.float32:
                 self._state.set_masters(self._masters_from(weights, present))
             if gradient_checkpointing:
-                saves_memory = settings.offloads_parameters or settings.offloads_optimizer
+                saves_memory = self.stage == 3 or settings.offloads_optimizer
                 self.checkpointing = LayerCheckpointing(model, device, compute_dtype, every_layer=saves_memory)
         self._check_model()
+        if router_key is not None:
+            self._watch_routers(router_key)
         self.offload()
 
     @classmethod
@@ -124,19 +128,22 @@ class DeepSpeedEngine(TokenEngine):
             packed=model.config.use_remove_padding,
             clip_grad=model.clip_grad,
             gradient_checkpointing=model.config.enable_gradient_checkpointing,
+            router_key=model.router_key,
         )
 
     def _fill_sharded(self, deepspeed: Any, weights: WeightSource, settings: DeepSpeedSettings) -> None:
         """Fill and shard one decoder layer after the other, then the rest: no rank has the whole model."""
         transformer = self.model.transformer
-        layers = [(path, module) for path, module in transformer.named_modules() if isinstance(module, DecoderLayer)]
-        for path, layer in layers:
-            weights.within(path).fill(layer, self.device)
-            self._shard(deepspeed, layer, settings)
+        layers = decoder_layers(transformer)
+        for path, module in transformer.named_modules():
+            if module in layers:
+                weights.within(path).fill(module, self.device)
+                self._shard(deepspeed, module, settings)
+                # gathered as a whole: our layer uses its children's weights without calling them
+                deepspeed.utils.set_z3_leaf_module(module, True)
         weights.fill(transformer, self.device)
         self._shard(deepspeed, self.model, settings)
-        # their weights are used without calling them
-        deepspeed.utils.set_z3_leaf_modules(self.model, [DecoderLayer], raise_if_not_found=False)
+        # used without being called, too
         head = self.model.score if isinstance(self.model, ScalarModel) else transformer.get_output_embeddings()
         for parameter in head.parameters() if isinstance(head, nn.Module) else ():
             deepspeed.zero.register_external_parameter(self.model, parameter)
@@ -149,11 +156,12 @@ class DeepSpeedEngine(TokenEngine):
 
     def _wrap(self, deepspeed: Any, settings: DeepSpeedSettings, optim: FSDPOptimizerConfig | None) -> Any:
         """DeepSpeed's engine around the model."""
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # stages 1 and 2 give parameters adjacent memory in this order
+        trained = [parameter for parameter in in_packed_order(self.model) if parameter.requires_grad]
         buffers = dict(self.model.named_buffers())
         wrapped, *_ = deepspeed.initialize(
             model=self.model,
-            optimizer=None if optim is None else build_optimizer(trained, optim, seed=0),
+            optimizer=None if optim is None else fused_adamw(trained, optim),
             config=settings.values,
             dist_init_required=False,
         )
@@ -171,7 +179,9 @@ class DeepSpeedEngine(TokenEngine):
             if name in present:
                 yield name, present[name].to(self.device)
             else:
-                yield name, weights.read_whole(names[parameter], self._shape(parameter), torch.float32, self.device)
+                whole = torch.empty(self._shape(parameter), device=self.device)
+                weights.read(names[parameter], whole.shape, whole, 0)
+                yield name, whole
         weights.close()
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -210,7 +220,7 @@ class DeepSpeedEngine(TokenEngine):
         self.onload()
         try:
             if self.stage == 3:
-                copy_gathered(module, self._computing_weights(), self.model.transformer)
+                copy_gathered(module, self._whole_parameters(), self.model.transformer)
             else:
                 share_weights(module, self.model.transformer)
             yield
@@ -219,22 +229,19 @@ class DeepSpeedEngine(TokenEngine):
                 release_weights(module)
             self.offload()
 
-    def _computing_weights(self) -> Generator[tuple[str, Tensor]]:
-        """Whole parameters as they compute."""
-        import deepspeed
-
+    def _whole_parameters(self) -> Generator[tuple[str, Tensor]]:
+        """In the compute dtype."""
         for name, parameter in self.model.named_parameters():
-            with deepspeed.zero.GatheredParameters(parameter):
+            with _gathered(parameter):
                 yield self.model.hf_name(name), parameter.detach()
 
     def weights(self, *, trained: bool = False) -> Generator[tuple[str, Tensor]]:
-        if self._compute_dtype == torch.float32 or self._wrapped is None:
-            skipped = {self.model.hf_name(name) for name, p in self.model.named_parameters() if not p.requires_grad}
-            yield from ((name, w) for name, w in self._computing_weights() if not (trained and name in skipped))
-            return
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
+            if parameter.requires_grad and self._compute_dtype != torch.float32:
                 yield self.model.hf_name(name), self._state.master(parameter)
+            elif parameter.requires_grad or not trained:
+                with _gathered(parameter):
+                    yield self.model.hf_name(name), parameter.detach()
 
     def onload(self, *, optimizer: bool = False, ahead: bool = False) -> None:
         if self._moves:
@@ -261,12 +268,29 @@ class DeepSpeedEngine(TokenEngine):
         return hasattr(self, "schedule")
 
 
+def _gathered(parameter: nn.Parameter) -> AbstractContextManager[None]:
+    """Inside, the parameter is whole; no-op below stage 3."""
+    import deepspeed
+
+    context: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(parameter)
+    return context
+
+
+_group: Any = None
+"""torch's process group that DeepSpeed has derived its own from, in this process."""
+
+
 def _import_deepspeed(device: torch.device) -> Any:
     """DeepSpeed, on the process group that exists."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     init_single_process_group(device)
     import deepspeed
+
+    global _group
+    if _group is not None and _group is not dist.group.WORLD:
+        deepspeed.utils.groups._release_process_group_references()
+    _group = dist.group.WORLD
 
     # collectives of DeepSpeed's inference on CPU: it would compile them now, for a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -53,6 +53,7 @@ class FsdpEngine(TokenEngine):
     optim: None for a model that only computes (reference, reward model).
     packed: compute on packed tokens rather than on padded rows.
     sequence_parallel_size: ranks that share one row of packed tokens.
+    router_key: see `EngineModel`.
     """
 
     info = TRAIN_ENGINES.built_in["fsdp"]
@@ -70,6 +71,7 @@ class FsdpEngine(TokenEngine):
         clip_grad: float = 1.0,
         gradient_checkpointing: bool = False,
         sequence_parallel_size: int = 1,
+        router_key: str | None = None,
     ) -> None:
         super().__init__(model, device=device, packed=packed)
         self.config = config
@@ -112,6 +114,8 @@ class FsdpEngine(TokenEngine):
                 self._moments = OffloadedMoments(self.optimizer, device)
             self.schedule = build_schedule(self.optimizer, optim)
         self._check_model()
+        if router_key is not None:
+            self._watch_routers(router_key)
         self.offload()
 
     @classmethod
@@ -129,6 +133,7 @@ class FsdpEngine(TokenEngine):
             clip_grad=model.clip_grad,
             gradient_checkpointing=model.config.enable_gradient_checkpointing,
             sequence_parallel_size=model.sequence_parallel_size,
+            router_key=model.router_key,
         )
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:

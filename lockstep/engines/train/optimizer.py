@@ -24,7 +24,6 @@ def build_optimizer(
     parameters: Sequence[Tensor], config: FSDPOptimizerConfig, *, seed: int, in_pieces: bool = False
 ) -> torch.optim.AdamW:
     """in_pieces: always PiecewiseAdamW, which bfloat16 parameters get anyway."""
-    settings: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
     dtypes = {parameter.dtype for parameter in parameters}
     if torch.float16 in dtypes:
         raise ValueError(
@@ -32,8 +31,17 @@ def build_optimizer(
             "fsdp_config.model_dtype to float32 or bfloat16 (fsdp_config.dtype=float16 still computes in float16)"
         )
     if in_pieces or torch.bfloat16 in dtypes:
-        return PiecewiseAdamW(parameters, **settings, seed=seed)
-    return torch.optim.AdamW(parameters, **settings, fused=True)
+        return PiecewiseAdamW(parameters, **_settings(config), seed=seed)
+    return fused_adamw(parameters, config)
+
+
+def fused_adamw(parameters: Sequence[Tensor], config: FSDPOptimizerConfig) -> torch.optim.AdamW:
+    """torch's, in the parameters' dtype."""
+    return torch.optim.AdamW(parameters, **_settings(config), fused=True)
+
+
+def _settings(config: FSDPOptimizerConfig) -> dict[str, Any]:
+    return {"lr": config.lr, "betas": config.betas, "weight_decay": config.weight_decay}
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def shard(model: nn.Module, config: FSDPEngineConfig, device: torch.device, comp
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     offload = CPUOffloadPolicy() if streams_from_host(config, device) else OffloadPolicy()
     whole = {parameter for parameter in model.parameters() if is_4bit(parameter)}
-    layers = _decoder_layers(model)
+    layers = decoder_layers(model)
     for layer in layers:
         fully_shard(
             layer,
@@ -111,7 +111,8 @@ def _shard_size(fsdp_size: int) -> int:
     return fsdp_size
 
 
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters are gathered together."""
     names = {DecoderLayer.__name__}
     for module in model.modules():
         names |= set(getattr(module, "_no_split_modules", None) or ())

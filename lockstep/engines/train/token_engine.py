@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -33,8 +34,9 @@ from lockstep.models.model_check import (
 )
 from lockstep.models.packing import ForwardRows, Layout, forward_rows
 from lockstep.models.rope import rope_limit
+from lockstep.models.router_replay import FREE, Routing
 from lockstep.models.shared_weights import rollout_module
-from lockstep.models.token_models import ScalarModel, TokenModel
+from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.models.ulysses import SequenceGroup
 from lockstep.protocol.columns import Batch, tensors_of
 from lockstep.protocol.ragged import is_ragged
@@ -91,11 +93,14 @@ class TokenEngine(TrainEngine):
         with torch.no_grad():
             for rows in self._partitions(batch, micro):
                 order += rows
-                pieces.append(self.compute(self._rows(_taken(batch, rows)), **options))
+                on_device = self._rows(_taken(batch, rows), with_places=options.get("routes") == "record")
+                out = self.compute(on_device, **options)
+                # routes are many times larger than other results
+                pieces.append({k: v.cpu() if k == "routed_experts" else v for k, v in out.items()})
                 count(len(order), len(batch), "sequences")
         self._free_gathered()
         back = torch.tensor(order).argsort()
-        return {name: torch.cat([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
+        return {name: _joined([p[name] for p in pieces]).cpu()[back] for name in pieces[0]}
 
     @spanned
     def forward_backward(
@@ -192,6 +197,19 @@ class TokenEngine(TrainEngine):
                 path = f"training with {layout} rows"
                 check_outputs(outputs, expected, batch, model=model.transformer, path=path, dtype=dtype)
 
+    def _watch_routers(self, key: str) -> None:
+        """Let the policy read and replace what its routers choose; see `EngineModel.router_key`. ValueError if it cannot."""
+        model = self._checked_models()[0][0]
+        assert isinstance(model, PolicyModel)
+        if self.layout == "rows":
+            kind = model.hf_config.model_type
+            raise ValueError(f"{key}: {kind} computes by its own forward, whose routers cannot be read; disable it")
+        model.routing = Routing(model.transformer, key)
+        batch = check_batch(model.hf_config.get_text_config().vocab_size)
+        with torch.no_grad():
+            model(forward_rows(batch, self.device, self.layout, with_places=True), routes="record")
+        self._free_gathered()
+
     def _partitions(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
         if self.layout == "rows":  # each row gathers parameters: ranks must agree on rows per micro-batch
@@ -206,17 +224,23 @@ class TokenEngine(TrainEngine):
 
     def _loss_columns(self, batch: TensorDict) -> TensorDict:
         """The rows on the device, without the tokens that only the forward reads."""
-        columns = tensors_of(batch.exclude("prompts", "input_ids", "attention_mask", "position_ids"))
+        columns = tensors_of(batch.exclude("prompts", "input_ids", "attention_mask", "position_ids", "routed_experts"))
         return TensorDict({k: to_device(v, self.device) for k, v in columns.items()}, batch_size=batch.batch_size)
 
-    def _rows(self, batch: TensorDict) -> ForwardRows:
+    def _rows(self, batch: TensorDict, *, with_places: bool = False) -> ForwardRows:
         longest = int(batch["position_ids"].max()) + 1
         if self._max_length is not None and longest > self._max_length:
             raise ValueError(
                 f"a sequence has {longest} tokens, but the rotary frequencies of {self.model.hf_config.model_type} change "
                 f"beyond {self._max_length}; shorten data.max_prompt_length or data.max_response_length"
             )
-        return forward_rows(batch, self.device, self.layout, self.sequence)
+        return forward_rows(batch, self.device, self.layout, self.sequence, with_places=with_places)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all parts; those of routes are as long as the longest sequence of their part."""
+    width = max((part.shape[1] for part in parts if part.ndim == 4), default=0)
+    return torch.cat([F.pad(p, (0, 0, 0, 0, 0, width - p.shape[1]), value=FREE) if p.ndim == 4 else p for p in parts])
 
 
 def _taken(batch: Batch, rows: list[int]) -> TensorDict:

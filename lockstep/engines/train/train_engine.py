@@ -57,6 +57,8 @@ class EngineModel:
     clip_grad:  gradients are clipped to this norm.
     sequence_parallel_size: ranks that split each sequence.
     max_length: of the run's sequences; None if it is not known.
+    router_key: the config key, for messages, that reads or replaces what the routers of a mixture of experts choose; then a policy
+                has the options `routes` and `router_loss` of `PolicyModel.forward`. None: no key does.
     """
 
     config: HFModelConfig
@@ -67,6 +69,7 @@ class EngineModel:
     clip_grad: float = 1.0
     sequence_parallel_size: int = 1
     max_length: int | None = None
+    router_key: str | None = None
 
 
 class TrainEngine(ABC):

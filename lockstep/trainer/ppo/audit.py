@@ -140,7 +140,9 @@ def rollout_gap(batch: DataProto, bound: GapBound, *, is_expected: bool = False)
         return {}
     gap = RolloutGap()
     for part in row_chunks(batch.tensors):
-        gap.add(*entries(part, "rollout_log_probs", "old_log_probs", "response_mask"))
+        names = ("rollout_log_probs", "old_log_probs", "response_mask")
+        routes = ("route_mismatch",) if "route_mismatch" in part else ()
+        gap.add(*entries(part, *names, *routes))
     metrics = reduced_over_ranks(gap.metrics(*gap.sums()))
     if not is_expected:
         bound.check(metrics)

@@ -255,7 +255,7 @@ class PPOTrainer:
             )
 
     def _log(self, metrics: dict[str, Any], interrupt: Interrupt) -> None:
-        self.run.tracking.log(data=metrics, step=self.global_steps)
+        self.run.log(metrics, self.global_steps)
         if self.on_step is not None and self.on_step(self.global_steps, metrics):
             interrupt.stop(by="a callback")
 

@@ -11,6 +11,7 @@ from lockstep.config.old_log_probs import OldLogProbs, old_log_probs_source
 from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
+from lockstep.protocol.columns import names_of
 from lockstep.trainer.ppo import forks
 from lockstep.trainer.ppo.mini_batches import Balanced, lay_out, loss_preparation, mini_batches_of
 from lockstep.utils.metrics import reduced_over_ranks
@@ -46,13 +47,15 @@ def forward_passes(
     batch: DataProto, groups: Mapping[Pass, Any], config: PPOConfig, timing: dict[str, float]
 ) -> DataProto:
     """The batch with the outputs of the passes. groups: the worker group of each pass; None skips it."""
-    inputs = batch.select(["input_ids", "attention_mask", "position_ids", "responses", "response_mask"], [])
+    names = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+    routes = ["routed_experts"] if "routed_experts" in batch.tensors else []  # which only the actor reads
     waiting = {}
     balanced: dict[int, Balanced] = {}  # by the number of data-parallel ranks
     for name, group in groups.items():
         if group is None:
             continue
         mesh, method = PASSES[name]
+        inputs = batch.select([*names, *(routes if mesh == "actor" else [])], [])
         with marked_timer(name, timing):
             num_ranks = group.mesh(mesh).dp_size if config.trainer.balance_batch else 1
             if num_ranks not in balanced:
@@ -89,4 +92,6 @@ def update_batch(batch: DataProto, role: Trained, config: PPOConfig, step: int, 
     rule = mini_batches_of(config.critic, num_samples, step)
     if role == "actor":
         rule = mini_batches_of(actor, num_samples, step, loss_preparation(actor, step))
+    else:
+        batch = batch.select([name for name in names_of(batch.batch) if name != "routed_experts"], [])
     return lay_out(batch, rule, num_ranks, balance=config.trainer.balance_batch)

@@ -184,6 +184,10 @@ def create_weight_sync(config: PPOConfig, workers: WorkerGroups) -> WeightSync |
         transport = "none"
     elif is_colocated:
         transport = "in_process"
+    if (command := policy.rollout.server.reload_command) is not None and transport != "none":
+        stale = f"the server computes with other weights than those that actor_rollout_ref.rollout.server.reload_command={command} "
+        stale += "was told to load; it must load {folder}, and end only when the server with the old weights no longer answers"
+        return WeightSync(actor_wg, rollout_wg, transport, bound, if_stale=stale)
     return WeightSync(actor_wg, rollout_wg, transport, bound)
 
 

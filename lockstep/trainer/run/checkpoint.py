@@ -66,7 +66,9 @@ def verify(folder: Path) -> Manifest:
 class CheckpointStore:
     """The `global_step_N` folders under `root`.
 
-    keep: number of newest saves to keep; None keeps all.
+    keep:           number of newest saves to keep; None keeps all.
+    in_use:         a folder that is being copied elsewhere, which is not removed meanwhile.
+    least_sequence: of the next save: above the sequences of all saves elsewhere.
     """
 
     def __init__(self, root: Path, keep: int | None = None) -> None:
@@ -74,6 +76,8 @@ class CheckpointStore:
             raise ValueError(f"trainer.max_actor_ckpt_to_keep={keep}: must be at least 1, or null to keep all")
         self.root = Path(root).expanduser().absolute()
         self.keep = keep
+        self.in_use: Callable[[], Path | None] = lambda: None
+        self.least_sequence = 1
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Call `write(folder)` on an empty folder and commit the result as the checkpoint of `step`.
@@ -100,7 +104,23 @@ class CheckpointStore:
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        self._prune(final)
+        self.prune(final)
+        return final
+
+    def adopt(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Call `write(folder)`, which copies a whole checkpoint from elsewhere, and put it in the place of the local one."""
+        final = self.root / f"global_step_{step}"
+        staging = self._hidden("staging", final)
+        try:
+            make_private_folder(self.root)
+            _remove(staging)
+            staging.mkdir()
+            write(staging)
+            fsync_tree(staging)
+            self._rename_into_place(staging, final)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
         return final
 
     def find(self, resume_mode: ResumeMode, resume_from_path: str | None = None) -> tuple[int, Path] | None:
@@ -155,7 +175,8 @@ class CheckpointStore:
         paths = sorted(path for path in staging.rglob("*") if path.is_file())
         checksums = sha256_all(paths)
         files = {str(path.relative_to(staging)): FileEntry(path.stat().st_size, checksums[path]) for path in paths}
-        sequence = 1 + max((sequence for sequence, _, _ in checkpoints_by_age(self.root)), default=0)
+        newest = max((sequence for sequence, _, _ in checkpoints_by_age(self.root)), default=0)
+        sequence = max(1 + newest, self.least_sequence)
         atomic_write_json(staging / MANIFEST, asdict(Manifest(step, sequence, time.time(), files)))
 
     def _rename_into_place(self, staging: Path, final: Path) -> None:
@@ -172,14 +193,14 @@ class CheckpointStore:
         fsync_path(self.root)
         _remove(replaced)
 
-    def _prune(self, written: Path) -> None:
+    def prune(self, newest: Path) -> None:
         """Remove the oldest saves beyond `keep`; folders without a readable manifest are never removed."""
         if self.keep is None:
             return
-        others = [
-            folder for sequence, _, folder in checkpoints_by_age(self.root) if sequence >= 0 and folder != written
-        ]
+        others = [folder for sequence, _, folder in checkpoints_by_age(self.root) if sequence >= 0 and folder != newest]
         for folder in others[: max(0, len(others) - (self.keep - 1))]:
+            if folder == self.in_use():
+                continue
             pruned = self._hidden("pruned", folder)
             try:
                 _remove(pruned)

@@ -19,7 +19,8 @@ from lockstep.registry import check_signature, find_registered, load_object
 from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS
 from lockstep.rewards.load import load_compute_score
 from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
-from lockstep.trainer.run.run_config import check_same_experiment, saved_config
+from lockstep.trainer.run.remote_store import check_url, find_path, reach, store_of
+from lockstep.trainer.run.run_config import check_remote_experiment, check_same_experiment, saved_config
 from lockstep.utils.checkpoint_folder import read_manifest
 from lockstep.utils.files import ensure_writable
 from lockstep.utils.model_path import ADAPTER_CONFIG, is_adapter, locate_model
@@ -187,6 +188,21 @@ def _folders(config: PPOConfig | SupervisedConfig) -> None:
         check_same_experiment(root, config, saved_config(newest))
 
 
+def _remote_store(config: PPOConfig | SupervisedConfig) -> None:
+    """The store can be used, and its newest checkpoint is of this experiment."""
+    trainer, store = config.trainer, store_of(config)
+    if store is None:
+        return
+    local = CheckpointStore(Path(trainer.default_local_dir).expanduser())
+    check_url(store.key, store.url)
+    if newest := reach(store, local)[-1:]:
+        found = local.newest()
+        if trainer.resume_mode == "auto" and (found is None or read_manifest(found).sequence < newest[0].sequence):
+            check_remote_experiment(store, config, newest[0])
+    if local.newest() is None and not getattr(trainer, "val_only", False):
+        store.check_writable()
+
+
 def _nsys(config: PPOConfig | SupervisedConfig) -> None:
     """nsys must be there, and a process that Ray does not start must run under it."""
     if not config.trainer.profile_steps or config.global_profiler.tool != "nsys":
@@ -208,6 +224,10 @@ def _nsys(config: PPOConfig | SupervisedConfig) -> None:
 def _checkpoint(config: PPOConfig | SupervisedConfig) -> None:
     path = config.trainer.resume_from_path
     if config.trainer.resume_mode != "resume_path" or not path:
+        return
+    if "://" in path:
+        check_url("trainer.resume_from_path", path)
+        find_path(path)
         return
     try:
         read_manifest(Path(path).expanduser())
@@ -241,7 +261,7 @@ def _machine(config: PPOConfig) -> Iterator[str]:
 
 CHECKS: tuple[Callable[[PPOConfig], None], ...] = (
     *(check_reward_function, _policy_loss, _dataset, _sampler),
-    *(_model, _checkpoint, _trackers, _nsys, _folders),
+    *(_model, _checkpoint, _trackers, _nsys, _folders, _remote_store),
 )
 SUPERVISED_CHECKS: tuple[Callable[[SupervisedConfig], None], ...] = (
     _dataset,
@@ -250,5 +270,6 @@ SUPERVISED_CHECKS: tuple[Callable[[SupervisedConfig], None], ...] = (
     _trackers,
     _nsys,
     _folders,
+    _remote_store,
 )
-"""Folders come last: the rest leaves no trace."""
+"""Folders and stores come last: the rest leaves no trace."""

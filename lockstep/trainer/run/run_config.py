@@ -6,7 +6,7 @@ a digest of their values in a comment at the end.
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import as_written, get_in, resolved_value, to_plain
 from lockstep.config.sft import SupervisedConfig
 from lockstep.observability.run_folder import CONFIG, HISTORY, starts
+from lockstep.trainer.run.remote_store import RemoteStore
+from lockstep.utils.checkpoint_folder import Manifest
 from lockstep.utils.files import atomic_write_text
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ IDENTITY_OF_POLICY = ("actor_rollout_ref.model.path",)
 """The part of PPO's that matters with `trainer.val_only`."""
 START_KEYS = (
     *("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path"),
+    *("trainer.default_hdfs_dir", "trainer.hdfs_wait_s"),
     *("trainer.profile_steps", "global_profiler."),
 )
 """Keys, or sections, that are about the start of a run or its profiles, not about its training."""
@@ -81,8 +84,12 @@ def saved_config(checkpoint: Path) -> SavedConfig:
 
 def read_config(path: Path) -> SavedConfig:
     """A saved config; empty, with a warning, if it cannot be read."""
+    return _parsed(lambda: path.read_bytes(), path)
+
+
+def _parsed(read: Callable[[], bytes], path: Path | str) -> SavedConfig:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read().decode()
         content = yaml.safe_load(text)
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}")
@@ -95,15 +102,26 @@ def read_config(path: Path) -> SavedConfig:
     return saved
 
 
+def check_remote_experiment(store: RemoteStore, config: PPOConfig | SupervisedConfig, checkpoint: Manifest) -> None:
+    """`check_same_experiment` for a checkpoint at the store."""
+    name = f"{store.name}/global_step_{checkpoint.step}/{CONFIG}"
+    saved = _parsed(lambda: store.read(checkpoint.step, CONFIG), name)
+    check_same_experiment(store.name, config, saved, key=store.key)
+
+
 def check_same_experiment(
-    run_dir: Path, config: PPOConfig | SupervisedConfig, saved: dict[str, Any] | None = None
+    run_dir: Path | str,
+    config: PPOConfig | SupervisedConfig,
+    saved: dict[str, Any] | None = None,
+    key: str = "trainer.default_local_dir",
 ) -> None:
     """ValueError if the folder's checkpoints belong to another experiment than `config`.
 
-    saved: the config of the checkpoint to resume from; None reads the run's.
+    saved: the config of the checkpoint to resume from; None reads the run's. key: the one that names the folder.
     """
     if saved is None:
-        saved = read_config(run_dir / CONFIG) if (run_dir / CONFIG).exists() else SavedConfig()
+        path = Path(run_dir) / CONFIG
+        saved = read_config(path) if path.exists() else SavedConfig()
     now = as_written(config)
     changed = [
         f"{key} was {get_in(saved, key, None)} and is {get_in(now, key, None)}"
@@ -120,9 +138,9 @@ def check_same_experiment(
         rank = f"{section}.lora_rank"
         goes_on = get_in(saved, rank, 0) and get_in(now, rank, 0)  # with its adapter; otherwise that would be merged
         raise ValueError(
-            f"trainer.default_local_dir={run_dir} has checkpoints of another experiment: {'; '.join(changed)}. "
-            "Set another trainer.default_local_dir; or trainer.resume_mode=disable to start from scratch; or, to start from "
-            f"its weights, another trainer.default_local_dir and {section}.{'lora_adapter_path' if goes_on else 'path'} set to one "
+            f"{key}={run_dir} has checkpoints of another experiment: {'; '.join(changed)}. "
+            f"Set another {key}; or trainer.resume_mode=disable to start from scratch; or, to start from "
+            f"its weights, another {key} and {section}.{'lora_adapter_path' if goes_on else 'path'} set to one "
             "of its checkpoints (global_step_N)"
         )
 

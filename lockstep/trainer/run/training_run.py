@@ -1,4 +1,4 @@
-"""A training run, whatever it trains: its folder with lock, checkpoints and configs, its trackers, and when it saves.
+"""A training run, whatever it trains: its folder with lock, checkpoints and configs, remote copies, trackers, and when it saves.
 
 claim ─► (the trainer loads the checkpoint) ─► open ─► [ log, save ]* ─► close
 """
@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ import torch
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import as_written
 from lockstep.config.sft import SupervisedConfig
+from lockstep.config.trainer import ResumeMode
 from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.observability.run_folder import CONFIG
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.run.remote_copies import RemoteCopies
+from lockstep.trainer.run.remote_store import RemoteStore, fetch_path, find_or_fetch, reach, store_of
 from lockstep.trainer.run.run_config import (
     as_yaml,
+    check_remote_experiment,
     check_same_experiment,
     report_changes,
     saved_config,
@@ -42,13 +47,17 @@ class TrainingRun(ExitStack):
     config:          saved in the folder, and with every checkpoint.
     last_checkpoint: the newest one that this process has loaded or saved.
     tracking:        None until the run is open.
+    store:           `trainer.default_hdfs_dir`.
     """
 
     def __init__(self, config: PPOConfig | SupervisedConfig) -> None:
         super().__init__()
         self.config = config
         self.folder = Path(config.trainer.default_local_dir).expanduser()
-        self.checkpoints = CheckpointStore(self.folder, keep=_checkpoints_to_keep(config))
+        self.checkpoints = CheckpointStore(self.folder, keep=checkpoints_to_keep(config))
+        self.store = store_of(config)
+        self._copies: RemoteCopies | None = None
+        self._has_saved = False
         self.last_checkpoint: Path | None = None
         self.tracking: Any = None
         self.is_open = False
@@ -69,6 +78,9 @@ class TrainingRun(ExitStack):
         if found is None or tracked is None or min(found[0], tracked) < num_steps:
             return False
         self.log_nothing_to_do(found[0], num_steps)
+        if self.store is not None:
+            with RunLock(self.folder), self._copying(self.store) as copies:
+                copies.submit(found[1])
         return True
 
     def log_nothing_to_do(self, step: int, num_steps: int) -> None:
@@ -83,7 +95,7 @@ class TrainingRun(ExitStack):
         self.checkpoints.clean_stale()
         config = self.config.trainer
         mode, path = ("resume_path", str(resume_from)) if resume_from else (config.resume_mode, config.resume_from_path)
-        found = self.checkpoints.find(mode, path)
+        found = self._find(mode, path)
         saved = None if found is None else saved_config(found[1])
         if saved is not None and config.resume_mode == "auto":
             check_same_experiment(self.folder, self.config, saved)
@@ -99,10 +111,30 @@ class TrainingRun(ExitStack):
             report_changes(saved, self.config, found[1])
         return found
 
+    def _find(self, mode: ResumeMode, path: str | None) -> tuple[int, Path] | None:
+        """`CheckpointStore.find`, also at remote stores, whose checkpoint is then fetched."""
+        if self.store is not None and mode == "auto":
+            check = partial(check_remote_experiment, self.store, self.config)
+            return find_or_fetch(self.store, self.checkpoints, check)
+        if self.store is not None:
+            reach(self.store, self.checkpoints)  # for the sequence of the next save
+        if mode == "resume_path" and path is not None and "://" in path:
+            is_own = self.store is not None and path.rstrip("/").rpartition("/")[0] == self.store.url
+            return fetch_path(path, self.checkpoints, restore=is_own)
+        return self.checkpoints.find(mode, path)
+
+    def _copying(self, store: RemoteStore) -> RemoteCopies:
+        trainer = self.config.trainer
+        return RemoteCopies(store, self.folder, self.checkpoints.keep, trainer.hdfs_wait_s)
+
     def open(self, step: int, num_steps: int, metrics: dict[str, Any]) -> None:
         """Save the config and open the trackers. metrics: those of `step`, logged if the process died before it did so."""
         config = self.config.trainer
         self.write_config(step, num_steps)
+        if self.store is not None and self.trains:
+            self.callback(self._prune_copied)
+            self._copies = copies = self.enter_context(self._copying(self.store))
+            self.checkpoints.in_use = lambda: copies.folder_in_use
         self.tracking = Tracking(
             project_name=config.project_name,
             experiment_name=config.experiment_name,
@@ -115,8 +147,16 @@ class TrainingRun(ExitStack):
         self.callback(self.tracking.finish)
         if (self.tracking.last_step or 0) < step:
             self.tracking.log(data=metrics, step=step)
+        resumed = self.last_checkpoint
+        if self._copies is not None and resumed is not None and resumed.parent == self.checkpoints.root:
+            self._copies.submit(resumed)  # its copy may have been interrupted
         self.is_open = True
         self.callback(setattr, self, "is_open", False)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """Track the metrics of a step."""
+        remote = self._copies.metrics() if self._copies is not None else {}
+        self.tracking.log(data=metrics | remote, step=step)
 
     def write_config(self, step: int, num_steps: int) -> None:
         """Save the config of a start at `step`."""
@@ -143,8 +183,19 @@ class TrainingRun(ExitStack):
             (folder / CONFIG).write_text(as_yaml(self.config))
 
         self.tracking.sync()
+        if self.store is not None:
+            self.checkpoints.least_sequence = 1 + self.store.newest_sequence
         self.last_checkpoint = self.checkpoints.save(step, write_all)
         logger.info("saved %s", self.last_checkpoint)
+        if self._copies is not None:
+            self._copies.submit(self.last_checkpoint)
+            self._has_saved = True
+
+    def _prune_copied(self) -> None:
+        """Remove what `CheckpointStore.prune` has kept because it was being copied."""
+        self.checkpoints.in_use = lambda: None
+        if self._has_saved and self.last_checkpoint is not None:
+            self.checkpoints.prune(self.last_checkpoint)
 
     def done(self, step: int) -> int:
         """Returns the exit code, as `stopped` does."""
@@ -168,7 +219,7 @@ def num_training_steps(config: PPOConfig | SupervisedConfig, steps_per_epoch: in
     return num_steps if most is None else min(most, num_steps)
 
 
-def _checkpoints_to_keep(config: PPOConfig | SupervisedConfig) -> int | None:
+def checkpoints_to_keep(config: PPOConfig | SupervisedConfig) -> int | None:
     """The larger one of PPO's two limits; None keeps all."""
     if isinstance(config, SupervisedConfig):
         return config.trainer.max_ckpt_to_keep

@@ -176,7 +176,7 @@ class SupervisedTrainer(ABC):
                     self._save_checkpoint(metrics)
                 metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
             if self.is_first_rank:
-                run.tracking.log(data=metrics, step=self.global_steps)
+                run.log(metrics, self.global_steps)
             if stopping:
                 return run.stopped(self.global_steps, by="the user")
         return run.done(self.global_steps)

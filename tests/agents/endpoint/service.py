@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from lockstep.agents.endpoint.answers import AnswerSettings
 from lockstep.agents.endpoint.server import Endpoint, ServerSettings
 from lockstep.agents.renderer import Renderer
@@ -37,7 +39,7 @@ def tokenizer() -> Any:
 class ScriptedPolicy:
     """Answers new requests with the texts of `script`, one after another, each ended by <|im_end|>; a list is token ids.
 
-    A request with the seed of an earlier one goes on with that one's answer. Versions count the calls.
+    A request with the seed of an earlier one goes on with that one's answer. Versions and routes count the calls.
     """
 
     def __init__(self, script: Sequence[str | list[int]] = ()) -> None:
@@ -75,7 +77,8 @@ class ScriptedPolicy:
         piece = ids[done : done + request.sampling.max_tokens]
         reason = "stop" if piece[-1] == END else "length"
         log_probs = [-0.01 * (done + i) for i in range(len(piece))]
-        return Completion(piece, log_probs, reason, [number] * len(piece))
+        routes = np.full((len(request.prompt_ids) + len(piece) - 1, 1, 1), number, np.int16)
+        return Completion(piece, log_probs, reason, [number] * len(piece), routes=routes)
 
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -171,6 +171,11 @@ def test_stop_strings(service: Service, stream: bool) -> None:
     assert turn.completion.stop_reason == "stop" and len(turn.completion.log_probs) == len(turn.token_ids) == len(
         turn.completion.policy_versions
     )
+    # each token has the experts of the call that sampled it, or if it was the last token of that call, of the next
+    routes = turn.completion.routes.ravel().tolist()
+    assert len(turn.added_ids) < len(routes) <= len(turn.added_ids) + len(turn.token_ids)
+    versions = turn.completion.policy_versions
+    assert all(r - v in (0, 1) for r, v in zip(routes[len(turn.added_ids) :], versions))
 
 
 def test_length_and_the_bridge_of_a_cut_answer(service: Service) -> None:

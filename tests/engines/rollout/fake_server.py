@@ -202,6 +202,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self, path: str) -> Any:
         state = self.server_state
+        if path == "/health" and state.kind != "openai":
+            return {}
         if path == "/v1/models":
             return {"data": [{"id": state.model, "max_model_len": state.max_model_len}]}
         if path == "/server_info" and state.kind == "vllm" and state.dev_mode:

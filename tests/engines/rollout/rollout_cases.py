@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PhiConfig,
     Qwen2Config,
@@ -63,6 +64,7 @@ CONFIGS: dict[str, Any] = {
     ),
     "phi": lambda **sizes: PhiConfig(**sizes, partial_rotary_factor=0.5),
     "phi3": Phi3Config,
+    "olmo2": Olmo2Config,
     "mixtral": lambda **sizes: MixtralConfig(**sizes, num_local_experts=4),
     "qwen3_moe": lambda **sizes: Qwen3MoeConfig(
         **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=16

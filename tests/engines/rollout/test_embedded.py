@@ -338,7 +338,7 @@ def test_generating_without_a_model_is_refused() -> None:
 
 def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"rollout.name=trtllm: no such rollout engine.*embedded, hf, server, sglang, vllm"
+        ValueError, match=r"rollout.name=trtllm: no such rollout engine.*embedded, hf, server, sglang, tgi, vllm"
     ):
         create_rollout_engine(rollout_config(name="trtllm"), [EOS], 0)
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from lockstep.config.deepspeed import DeepSpeedEngineConfig
+from lockstep.config.megatron import McoreEngineConfig
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.engines.train.deepspeed import DeepSpeedEngine
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.engines.train.token_engine import TokenEngine
-from lockstep.engines.train.train_engine import MicroBatching
+from lockstep.engines.train.train_engine import EngineModel, MicroBatching, TrainEngine, create_train_engine
 from lockstep.kernels.packed import packed_view
 from lockstep.models.attention import PackedAttention, no_mask
 from lockstep.models.four_bit import dequantized
@@ -42,7 +42,10 @@ NUM_ROWS, NUM_REAL = 8, 5
 
 @dataclass(frozen=True)
 class Case:
-    """One run: how the ranks share it, and what must not change its result."""
+    """One run: how the ranks share it, and what must not change its result.
+
+    megatron: settings of the Megatron engine; None for FSDP.
+    """
 
     world: int = 1
     sp: int = 1
@@ -58,6 +61,7 @@ class Case:
     frozen: str = ""
     lora: int = 0
     load_in_4bit: bool = False
+    megatron: dict[str, Any] | None = None
     device: str = "cpu"
 
     def __str__(self) -> str:
@@ -104,7 +108,17 @@ def open_model(folder: Path, case: Case) -> tuple[TokenModel, WeightSource]:
     return model, weights
 
 
-def build_engine(folder: Path, case: Case, *, trained: bool = True) -> TokenEngine:
+def build_engine(folder: Path, case: Case, *, trained: bool = True, router_key: str | None = None) -> Any:
+    if case.megatron is not None:
+        spec = EngineModel(
+            HFModelConfig(path=str(folder), enable_gradient_checkpointing=case.checkpointing),
+            "actor_rollout_ref.model",
+            "policy" if case.kind == "policy" else "value",
+            McoreEngineConfig(seed=3, **case.megatron),
+            optim=OPTIM if trained else None,
+            clip_grad=CLIP_GRAD,
+        )
+        return create_train_engine("megatron", spec, torch.device(case.device))
     model, weights = open_model(folder, case)
     if case.zero is not None:
         return DeepSpeedEngine(
@@ -117,6 +131,7 @@ def build_engine(folder: Path, case: Case, *, trained: bool = True) -> TokenEngi
             packed=case.packed,
             clip_grad=CLIP_GRAD,
             gradient_checkpointing=case.checkpointing,
+            router_key=router_key,
         )
     return FsdpEngine(
         model,
@@ -129,10 +144,11 @@ def build_engine(folder: Path, case: Case, *, trained: bool = True) -> TokenEngi
         clip_grad=CLIP_GRAD,
         gradient_checkpointing=case.checkpointing,
         sequence_parallel_size=case.sp,
+        router_key=router_key,
     )
 
 
-def own_rows(engine: TokenEngine, batch: TensorDict) -> TensorDict:
+def own_rows(engine: TrainEngine, batch: TensorDict) -> TensorDict:
     return batch.chunk(engine.dp_size)[engine.dp_rank]
 
 
@@ -140,7 +156,7 @@ def options(case: Case) -> dict[str, Any]:
     return {"temperature": TEMPERATURE, "with_entropy": True} if case.kind == "policy" else {}
 
 
-def engine_step(engine: TokenEngine, case: Case, number: int) -> tuple[float, float]:
+def engine_step(engine: TrainEngine, case: Case, number: int) -> tuple[float, float]:
     """Loss and gradient norm of one optimizer step."""
     rows = own_rows(engine, make_batch(number, case.num_real))
     (num_tokens,) = engine.global_sum(float(rows["response_mask"].sum()))
@@ -157,7 +173,7 @@ def engine_step(engine: TokenEngine, case: Case, number: int) -> tuple[float, fl
     return metrics["loss"], norm
 
 
-def outputs_of(engine: TokenEngine, case: Case) -> dict[str, np.ndarray]:
+def outputs_of(engine: TrainEngine, case: Case) -> dict[str, np.ndarray]:
     """Outputs of all ranks' rows, in the order of the whole batch."""
     engine.onload()
     out = engine.forward(own_rows(engine, make_batch(0, case.num_real)), case.micro, **options(case))
@@ -165,16 +181,19 @@ def outputs_of(engine: TokenEngine, case: Case) -> dict[str, np.ndarray]:
     return {name: all_rows(engine, values).numpy() for name, values in out.items()}
 
 
-def all_rows(engine: TokenEngine, values: Tensor) -> Tensor:
-    """The rows of all data-parallel ranks in order."""
-    if engine.dp_size == 1:
+def all_rows(engine: TrainEngine, values: Tensor) -> Tensor:
+    """The rows of all data-parallel ranks in order; the ranks that share rows must have the same values."""
+    if not dist.is_initialized():
         return values
-    rows = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(engine.world_size)]
-    dist.all_gather(rows, values.contiguous())
-    return torch.cat(rows[:: engine.sp_size])
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (engine.dp_rank, engine.group_rank, values))
+    first = {dp_rank: rows for dp_rank, group_rank, rows in found if group_rank == 0}
+    assert len(first) == engine.dp_size
+    assert all(torch.equal(rows, first[dp_rank]) for dp_rank, _, rows in found)
+    return torch.cat([first[dp_rank] for dp_rank in range(engine.dp_size)])
 
 
-def weights_of(engine: TokenEngine) -> dict[str, np.ndarray]:
+def weights_of(engine: Any) -> dict[str, np.ndarray]:
     """All of them, or the adapters of a model that has some."""
     weights = engine.weights(trained=has_adapters(engine.model))
     return {name: tensor.cpu().numpy().copy() for name, tensor in weights}
@@ -189,7 +208,7 @@ def train_only(folder: Path, case: Case, num_steps: int = 3) -> dict[str, Any]:
     return _run(build_engine(folder, case), case, num_steps)
 
 
-def _run(engine: TokenEngine, case: Case, num_steps: int) -> dict[str, Any]:
+def _run(engine: TrainEngine, case: Case, num_steps: int) -> dict[str, Any]:
     """Outputs before the first step, and each step's loss and gradient norm."""
     outputs = outputs_of(engine, case)
     return {"outputs": outputs, "steps": [engine_step(engine, case, number) for number in range(num_steps)]}
@@ -256,7 +275,7 @@ def load_and_go_on(folder: Path, case: Case, checkpoint: Path) -> dict[str, Any]
     return _next_step(engine, case)
 
 
-def _next_step(engine: TokenEngine, case: Case) -> dict[str, Any]:
+def _next_step(engine: TrainEngine, case: Case) -> dict[str, Any]:
     rate = engine.learning_rate
     return {"learning_rate": rate, "step": engine_step(engine, case, 1), "weights": weights_of(engine)}
 
@@ -264,6 +283,43 @@ def _next_step(engine: TokenEngine, case: Case) -> dict[str, Any]:
 def draw_after_load(folder: Path, case: Case, checkpoint: Path) -> float:
     build_engine(folder, case).load(checkpoint)
     return float(torch.rand(()))
+
+
+def not_finite(folder: Path, case: Case) -> tuple[str, bool]:
+    """The error of a step whose loss is not finite on the last rank, and whether it changed weights or the next step."""
+    engine, other = build_engine(folder, case), build_engine(folder, case)
+    factor = float("nan") if engine.dp_rank == engine.dp_size - 1 else 1.0
+    before = weights_of(engine)
+    engine.forward_backward(
+        own_rows(engine, make_batch(0)), lambda out, rows: (out["log_probs"].sum() * factor, {}), case.micro
+    )
+    try:
+        engine.optimizer_step()
+    except FloatingPointError as error:
+        after = weights_of(engine)
+        same = all(np.array_equal(before[name], after[name]) for name in before)
+        return str(error), not same or engine_step(engine, case, 0) != engine_step(other, case, 0)
+    return "", True
+
+
+def roles_of_a_run(folder: Path, case: Case) -> dict[str, Any]:
+    """An actor and a critic that train in turns beside a reference, all in the process of this rank."""
+    scalar = dataclasses.replace(case, kind="scalar")
+    actor, critic = build_engine(folder, case), build_engine(folder, scalar)
+    frozen = build_engine(folder, case, trained=False)
+    before = outputs_of(frozen, case)
+    turns = [(engine_step(actor, case, n), engine_step(critic, scalar, n)) for n in range(3)]
+    after = outputs_of(frozen, case)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert not list(frozen.weights(trained=True))
+    steps = {kind: [turn[place] for turn in turns] for place, kind in enumerate(("policy", "scalar"))}
+    return {"outputs": after, "steps": steps, "reference": weights_of(frozen)}
+
+
+def zero_stage(folder: Path, case: Case) -> int:
+    engine = build_engine(folder, case)
+    assert isinstance(engine, DeepSpeedEngine)
+    return engine.stage
 
 
 def exported(folder: Path, case: Case) -> dict[str, np.ndarray]:

@@ -17,15 +17,16 @@ from tests.programs import forking_context
 
 
 class Ranks:
-    """One set of processes for each world size that is asked for, made when it is first needed."""
+    """One set of processes for each world size that is asked for, made when it is first needed. device: of all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._sets: dict[int, _ProcessSet] = {}
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """What `function(*args)` gives on each rank; its error on the first rank that has one."""
         if world_size not in self._sets:
-            self._sets[world_size] = _ProcessSet(world_size)
+            self._sets[world_size] = _ProcessSet(world_size, self._device)
         replies = self._sets[world_size].call(function, args)
         for _, error, trace in replies:
             if error is not None:
@@ -46,7 +47,7 @@ def run_program(module: str, arguments: list[str]) -> int:
 
 
 class _ProcessSet:
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str) -> None:
         # CUDA does not survive a fork
         context = multiprocessing.get_context("spawn") if torch.cuda.is_available() else forking_context()
         port = _free_port()
@@ -54,7 +55,7 @@ class _ProcessSet:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, size, port), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, rank, size, port, device), daemon=True)
             process.start()
             theirs.close()  # so that a rank that dies is seen
             self._pipes.append(ours)
@@ -73,10 +74,10 @@ class _ProcessSet:
             process.kill()
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, port: int, device: str) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    join_process_group(rank, world_size, torch.device("cpu"), timeout_s=60)
+    join_process_group(rank, world_size, torch.device(device), timeout_s=60)
     while True:
         try:
             function, args = pipe.recv()

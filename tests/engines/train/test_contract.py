@@ -11,17 +11,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lockstep.config.deepspeed import DeepSpeedEngineConfig
+from lockstep.config.megatron import McoreEngineConfig
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.engines.train import TRAIN_ENGINES, EngineModel, MicroBatching, TrainEngine, create_train_engine
 from tests.engines.train.cases import CLIP_GRAD, CPU, NUM_REAL, OPTIM, TEMPERATURE, Reference, make_batch, summed_loss
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
 PLUGIN = Path(__file__).parents[3] / "examples" / "plugins" / "training_engine.py"
-ENGINES = ["fsdp", f"{PLUGIN}:PlainEngine", "deepspeed"]
-SETTINGS = {"deepspeed": DeepSpeedEngineConfig(seed=3)}
+ENGINES = ["fsdp", "megatron", f"{PLUGIN}:PlainEngine", "deepspeed"]
+SETTINGS = {"megatron": McoreEngineConfig(seed=3), "deepspeed": DeepSpeedEngineConfig(seed=3)}
 SPLITS = [MicroBatching(), MicroBatching(num_rows=2), MicroBatching(max_tokens=24)]
 
-pytestmark = pytest.mark.parametrize("name", ENGINES, ids=["fsdp", "plugin", "deepspeed"])
+pytestmark = pytest.mark.parametrize("name", ENGINES, ids=["fsdp", "megatron", "plugin", "deepspeed"])
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def create(name: str, folder: Path, kind: Any = "policy", *, trained: bool = True) -> TrainEngine:
-    if name == "deepspeed":
-        pytest.importorskip("deepspeed")
+    if package := TRAIN_ENGINES.info(name).package:
+        pytest.importorskip(package)
     spec = EngineModel(
         HFModelConfig(path=str(folder)),
         "actor_rollout_ref.model",

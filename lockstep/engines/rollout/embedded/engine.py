@@ -77,7 +77,9 @@ class EmbeddedEngine(ModuleEngine):
         if group is not None and split_of(model) is None:
             split_model(cast(PreTrainedModel, model), group)
         use_graphs = not self.config.enforce_eager and (group is None or group.fits_cuda_graphs)
-        self.runner = ModelRunner(model, self.config.kv_block_size, group)
+        self.runner = ModelRunner(
+            model, self.config.kv_block_size, group, records_routes=self.config.enable_rollout_routing_replay
+        )
         self.step_loop = StepLoop(self.runner, self.scheduler, self.max_model_len, use_graphs)
         self._model_is_checked = False
 

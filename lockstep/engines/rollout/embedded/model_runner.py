@@ -14,31 +14,44 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache
+from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache, RouteShape
 from lockstep.engines.rollout.rollout_engine import evaluation_mode
 from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
 from lockstep.models.known_models import why_own_forward
 from lockstep.models.log_probs import vocabulary_head
+from lockstep.models.router_replay import Routing
 from lockstep.models.split_weights import split_of
 from lockstep.models.tensor_group import TensorGroup
 from lockstep.utils.device import free_memory
 from lockstep.utils.host import prepare_cpu_for
 
+_RECORD_KEY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+
 
 class ModelRunner:
     """
+    routes:        (T, layers, experts per token) the experts of the last forward's tokens, if they are recorded.
     tensor_group:  ranks that hold the model together, which take the same steps; None if this one has all of it.
     num_moves:     on CUDA, how often parameters or buffers of a rank had moved when `serving` began: CUDA graphs are captured
                    again then.
     """
 
-    def __init__(self, model: nn.Module, block_size: int, tensor_group: TensorGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        block_size: int,
+        tensor_group: TensorGroup | None = None,
+        *,
+        records_routes: bool = False,
+    ) -> None:
         check_config(model)
         self.model: Any = model
         self.tensor_group = tensor_group
         self.block_size = block_size
         self.cache: PagedCache | None = None
+        self._routing = Routing(model, _RECORD_KEY) if records_routes else None
+        self.routes: Tensor | None = None
         self.num_moves = 0
         self._parameter_addresses: tuple[int, ...] = ()
         self._head = vocabulary_head(cast(PreTrainedModel, model))
@@ -46,6 +59,11 @@ class ModelRunner:
         self._layers: dict[int, LayerShape] | None = None
         self._cache_addresses: Tensor | None = None
         self._mask: Tensor | None = None
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether the experts of tokens are recorded (`models/router_replay.py`)."""
+        return self._routing is not None
 
     @property
     def device(self) -> torch.device:
@@ -102,8 +120,14 @@ class ModelRunner:
             memory = kv_cache_bytes(utilization, total, self._least(free_memory(self.device)), weights)
         else:
             memory = self._least(int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * utilization))
-        bytes_per_block = self.block_size * sum(shape.bytes_per_token for shape in self.layers().values())
-        return memory // bytes_per_block
+        bytes_per_token = sum(shape.bytes_per_token for shape in self.layers().values())
+        bytes_per_token += 0 if self._route_shape is None else self._route_shape.bytes_per_token
+        return memory // (self.block_size * bytes_per_token)
+
+    @property
+    def _route_shape(self) -> RouteShape | None:
+        routing = self._routing
+        return None if routing is None else RouteShape(routing.num_layers, routing.top_k, routing.dtype)
 
     def _least(self, number: int) -> int:
         return number if self.tensor_group is None else self.tensor_group.least(number)
@@ -111,7 +135,7 @@ class ModelRunner:
     def allocate(self, num_blocks: int) -> None:
         """Create the cache with this many blocks, or grow it to them."""
         if self.cache is None:
-            self.cache = PagedCache(self.layers(), num_blocks, self.block_size, self.device)
+            self.cache = PagedCache(self.layers(), num_blocks, self.block_size, self.device, self._route_shape)
         elif num_blocks > self.cache.num_blocks:
             self.cache.grow(num_blocks)
         if self.device.type == "cuda":
@@ -128,6 +152,8 @@ class ModelRunner:
         """(1, T) tokens -> (T, E) hidden states."""
         if self._mask is None or self._mask.device != self.device:
             self._mask = no_mask(self.device)
+        if self._routing is not None:
+            self._routing.begin()
         output = self.model.get_decoder()(
             input_ids=token_ids,
             position_ids=position_ids,
@@ -135,8 +161,16 @@ class ModelRunner:
             use_cache=False,
             lockstep_context=context,
         )
+        if self._routing is not None:
+            self.routes = self._routing.end().routes().to(self._routing.dtype)
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def keep_routes(self, slots: Tensor, routes: Tensor | None) -> None:
+        """Store the experts of tokens by their cache slots; no-op if none were recorded."""
+        if routes is not None:
+            assert self.cache is not None
+            self.cache.write_routes(slots, routes)
 
 
 def kv_cache_bytes(utilization: float, total: int, free: int, weights: int) -> int:

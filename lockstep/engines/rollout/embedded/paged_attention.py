@@ -10,6 +10,7 @@ Legend: T tokens of the step, N rows, Q new tokens per row, L cached tokens per 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +34,19 @@ class LayerShape:
         return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class RouteShape:
+    """Experts that are recorded per token: `top_k` numbers of `dtype` in each of `num_layers` layers with experts."""
+
+    num_layers: int
+    top_k: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
+
 class LayerProbe:
     """An attention context that records the shape of each layer in a forward of one token: `layers` by `layer_idx`."""
 
@@ -53,15 +67,27 @@ class PagedCache:
 
     Each layer has a tensor (num_blocks * HK, block_size, D) for keys and one for values. The tokens of a block and head are
     contiguous, so that gathering a table's blocks gives (N, HK, L, D).
+
+    route_shape: of the experts that are recorded for each token, if they are. They are stored in the token's block too:
+                 (num_blocks + 1, block_size, layers, experts per token). The last block holds what belongs to no sequence.
     """
 
     def __init__(
-        self, layers: Mapping[int, LayerShape], num_blocks: int, block_size: int, device: torch.device
+        self,
+        layers: Mapping[int, LayerShape],
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        route_shape: RouteShape | None = None,
     ) -> None:
         self.layers = dict(layers)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
+        self.routes: Tensor | None = None
+        if route_shape is not None:
+            sizes = (num_blocks + 1, block_size, route_shape.num_layers, route_shape.top_k)
+            self.routes = torch.zeros(sizes, dtype=route_shape.dtype, device=device)
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
         for index, shape in self.layers.items():
@@ -77,6 +103,9 @@ class PagedCache:
             for store in (self.keys, self.values):
                 old = store[index]
                 store[index] = torch.cat([old, old.new_zeros(added, *old.shape[1:])])
+        if self.routes is not None:
+            added = num_blocks - self.num_blocks
+            self.routes = torch.cat([self.routes, self.routes.new_zeros(added, *self.routes.shape[1:])])
         self.num_blocks = num_blocks
 
     def addresses(self) -> Tensor:
@@ -95,6 +124,19 @@ class PagedCache:
             source, target = (blocks_of_heads(pairs[:, i, None], shape.num_heads) for i in (0, 1))
             for store in (self.keys[index], self.values[index]):
                 store[target] = store[source]
+        if self.routes is not None:
+            self.routes[pairs[:, 1]] = self.routes[pairs[:, 0]]
+
+    def write_routes(self, slots: Tensor, routes: Tensor) -> None:
+        """routes: (T, layers, experts per token) of tokens in these cache slots (T,); slot -1 is nowhere."""
+        assert self.routes is not None
+        self.routes.flatten(0, 1)[slots] = routes
+
+    def read_routes(self, table: Sequence[int], num_tokens: int) -> np.ndarray:
+        """(num_tokens, layers, experts per token) of the first tokens of a block table, on the host."""
+        assert self.routes is not None
+        blocks = to_device(torch.tensor(table[: -(-num_tokens // self.block_size)], dtype=torch.int64), self.device)
+        return self.routes[blocks].flatten(0, 1)[:num_tokens].cpu().numpy()
 
 
 def blocks_of_heads(table: Tensor, num_heads: int) -> Tensor:
@@ -171,7 +213,7 @@ class PagedAttention:
         self.cached = cached
         self.num_cached = sum(rows.num_tokens for rows in cached)
         self.fresh = PackedAttention(fresh_lengths, slots.device) if fresh_lengths else None
-        self._slots = slots
+        self.slots = slots
         self._head_slots: dict[int, Tensor] = {}
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
@@ -190,10 +232,10 @@ class PagedAttention:
         if store.is_cuda:
             from lockstep.kernels.paged_decode import write_to_cache
 
-            write_to_cache(new, store, self._slots, self.cache.block_size)
+            write_to_cache(new, store, self.slots, self.cache.block_size)
             return
         num_heads = new.shape[1]
         if num_heads not in self._head_slots:
-            self._head_slots[num_heads] = slots_of_heads(self._slots, num_heads, self.cache.block_size)
+            self._head_slots[num_heads] = slots_of_heads(self.slots, num_heads, self.cache.block_size)
         tokens = new[0].transpose(0, 1).flatten(0, 1)
         store.view(-1, store.shape[-1]).index_copy_(0, self._head_slots[num_heads], tokens)

@@ -75,6 +75,7 @@ class Scheduler:
     share_prompts:  whether equal prompts are computed once.
 
     drain: reads all outputs still on the device and returns whether there were any. Called before a sequence is preempted.
+    on_release: called before the blocks of a sequence are freed, because it ends or is preempted.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Scheduler:
         self.chunked = chunked
         self.share_prompts = share_prompts
         self.drain: Callable[[], bool] = lambda: False
+        self.on_release: Callable[[Sequence], None] = lambda sequence: None
         self.running: list[Sequence] = []  # in order of admission
         self._waiting: dict[int, Sequence] = {}  # by index; first in, first out, preempted ones first
         self._num_waiting: Counter[int] = Counter()  # by prompt_id
@@ -112,6 +114,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self.on_release(sequence)
         self.blocks.free(sequence.blocks)
         if not self.has_unfinished:
             self._prompt_ids.clear()
@@ -269,6 +272,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.num_unread == 0, "preempted with outputs in flight"
         self.running.remove(sequence)
+        self.on_release(sequence)
         self.blocks.free(sequence.blocks)
         sequence.num_computed = 0
         sequence.num_preempted += 1

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from lockstep.protocol.generation import Completion, GenerationRequest, StopReason
 
 
@@ -16,6 +18,7 @@ class Sequence:
     num_computed: tokens whose keys and values are in the cache. Once all are computed, the next token can be sampled.
     num_unread:   tokens sampled on the device that the host has not read yet; `num_computed` counts them too.
     blocks:       block table.
+    routes:       those of `Completion`, of tokens whose blocks were freed.
     """
 
     index: int
@@ -31,6 +34,7 @@ class Sequence:
     log_probs: list[float] = field(default_factory=list)
     stop_reason: StopReason | None = None
     num_preempted: int = 0
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
@@ -72,4 +76,4 @@ class Sequence:
         assert self.stop_reason is not None
         tokens = self.tokens[self.num_prompt :]
         versions = [self.policy_version] * len(tokens)
-        return Completion(tokens, self.log_probs, self.stop_reason, versions, self.num_preempted)
+        return Completion(tokens, self.log_probs, self.stop_reason, versions, self.num_preempted, self.routes)

@@ -21,6 +21,7 @@ from lockstep.engines.rollout.embedded.prefill import PrefillInputs
 from lockstep.engines.rollout.embedded.sampler import SampledTokens
 from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, PrefillStep, Scheduler
 from lockstep.engines.rollout.embedded.sequence import Sequence
+from lockstep.protocol.generation import first_routes
 
 
 class Decoder(Protocol):
@@ -59,6 +60,7 @@ class StepLoop:
         self._in_flight: deque[tuple[list[tuple[Sequence, int]], SampledTokens]] = deque()
         self.finished: list[Sequence] = []
         scheduler.drain = self.drain
+        scheduler.on_release = self._read_routes
 
     def prepare(self, num_stop_ids: int) -> None:
         """Create the decoder if there is none for sequences with this many stop tokens."""
@@ -124,11 +126,21 @@ class StepLoop:
         inputs = PrefillInputs(prefill.rows, runner.cache)
         self.num_prefill_tokens += inputs.token_ids.numel()
         hidden_TE = runner.forward(inputs.token_ids, inputs.position_ids, inputs.attention)
+        runner.keep_routes(inputs.attention.slots, runner.routes)
         if inputs.samplers:
             sampled = decoder.sample_first(inputs.samplers, runner.logits(hidden_TE[inputs.last_token_index]))
             for sequence in inputs.samplers:
                 sequence.num_unread += 1
             self._in_flight.append(([(sequence, 1) for sequence in inputs.samplers], sampled))
+
+    def _read_routes(self, sequence: Sequence) -> None:
+        """Read the experts of a sequence that frees its blocks. Its last sampled token was not computed."""
+        cache = self.runner.cache
+        if cache is None or cache.routes is None:
+            return
+        num_known = len(sequence.tokens) - (sequence.num_generated > 0)
+        routes = cache.read_routes(sequence.blocks, min(sequence.num_computed, num_known))
+        sequence.routes = first_routes(sequence.routes, routes)
 
     def _read(self) -> None:
         rows, sampled = self._in_flight.popleft()

@@ -1,7 +1,7 @@
-"""Rollout by running servers (`rollout.name=server` or `sglang`): their copy of the weights is updated like that of any engine.
+"""Rollout by running servers (`rollout.name=server`, `sglang`, `tgi`): their copy of the weights is updated as that of any engine.
 
     requests ─► event loop in a thread ─► HTTP, many at once ─► answers ─► completions
-    an update:  begin_update ─► update_weights, one bucket after another ─► finish_update (see weights.py)
+    an update:  begin_update ─► update_weights, one bucket after another ─► finish_update (see weights.py and reload.py)
 
 With several workers each has its own share of the URLs; if there are more workers than URLs, some share a server and the first of
 them updates it.
@@ -14,6 +14,9 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -32,10 +35,12 @@ from lockstep.engines.rollout.server.http import KEY, ServerError, Unavailable
 from lockstep.engines.rollout.server.inference_server import Server, open_server
 from lockstep.engines.rollout.server.pool import InFlight, ServerPool
 from lockstep.engines.rollout.server.protocols import Answer
+from lockstep.engines.rollout.server.reload import WeightsFolder, reload_server
 from lockstep.engines.rollout.server.weights import WeightTransfer, transfer_of
+from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.audit import AuditError
-from lockstep.utils.distributed import current_rank, current_world_size, wait_for_all_ranks
+from lockstep.utils.distributed import current_rank, current_world_size, on_first_rank, wait_for_all_ranks
 from lockstep.utils.fingerprint import fingerprint
 
 logger = logging.getLogger(__name__)
@@ -61,6 +66,8 @@ class ServerEngine(RolloutEngine):
         self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._received: dict[str, int] = {}
         self._transfer: WeightTransfer | None = None
+        self._folder: WeightsFolder | None = None
+        self._reloads = config.server.reload_command is not None
 
     def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
@@ -69,6 +76,16 @@ class ServerEngine(RolloutEngine):
         self._shares_servers = current_world_size() > len(urls)
         if self.config.server.sleep and self._shares_servers:
             raise ServerError(f"{KEY}.sleep needs a server for each of the {current_world_size()} workers")
+        open_tokenizer = cache(
+            lambda: hf_tokenizer(
+                model.tokenizer_path or model.path,
+                trust_remote_code=model.trust_remote_code,
+                custom_chat_template=model.custom_chat_template,
+                key=f"{key}.tokenizer_path",
+            )
+        )
+        self._open_tokenizer = open_tokenizer
+        self._open_folder = lambda root: WeightsFolder(root, model, key, dtype, open_tokenizer())
         self._loop = EventLoop()
         self._pool = self._loop.run(self._open(share_of(urls, current_rank(), current_world_size())))
         names = ", ".join(f"{server.model} at {server.url}" for server in self._pool.servers)
@@ -85,11 +102,10 @@ class ServerEngine(RolloutEngine):
         """Find out what a server is; one token shows whether it returns token ids and log-probs."""
 
         async def probe(server: Server) -> None:
-            await open_server(server, self.config, self.kind)
-            request = GenerationRequest(
-                list(self.eos_token_ids[:1] or [0]), SamplingParams(max_tokens=1, ignore_eos=True)
-            )
-            await pool.attempt(server, InFlight(request, frozenset(), "probe"))
+            await open_server(server, self.config, self.kind, self._open_tokenizer)
+            prompt = server.protocol.prompt_like(list(self.eos_token_ids[:1] or [0]))
+            request = GenerationRequest(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+            await pool.attempt(server, self._in_flight(request, server))
 
         return probe
 
@@ -104,7 +120,13 @@ class ServerEngine(RolloutEngine):
                 await asyncio.sleep(max(0.0, server.retry_at - asyncio.get_running_loop().time()))
 
     def add(self, request_id: int, request: GenerationRequest) -> None:
-        self._start(request_id, InFlight(request, stop_tokens(request.sampling, self.eos_token_ids), self._salt()))
+        self._start(request_id, self._in_flight(request))
+
+    def _in_flight(self, request: GenerationRequest, only: Server | None = None) -> InFlight:
+        """only: the server that must answer, even if it cannot ignore an end-of-sequence token as asked."""
+        if only is not None and not only.protocol.ignores_eos:
+            request = replace(request, sampling=replace(request.sampling, ignore_eos=False))
+        return InFlight(request, stop_tokens(request.sampling, self.eos_token_ids), self._salt(), only=only)
 
     def _start(self, request_id: int, flight: InFlight) -> None:
         self._flights[request_id] = flight
@@ -167,16 +189,18 @@ class ServerEngine(RolloutEngine):
                 flight.is_aborted = asked
 
     def canaries(self, request: GenerationRequest) -> list[Completion]:
-        """From every server that has the last update."""
+        """From every server that has the last update; shorter if one stops at an end-of-sequence token."""
         servers = [server for server in self._pool.servers if server.is_current]
         with self.serving():
             for place, server in enumerate(servers):
-                stops = stop_tokens(request.sampling, self.eos_token_ids)
-                self._start(place, InFlight(request, stops, self._salt(), only=server))
+                self._start(place, self._in_flight(request, server))
             completions: dict[int, Completion] = {}
             while len(completions) < len(servers):
                 completions |= responses_of(self.step())
         return [completions[place] for place in range(len(servers))]
+
+    def prompt_like(self, token_ids: list[int]) -> list[int]:
+        return self._pool.servers[0].protocol.prompt_like(token_ids)
 
     def takes_weights(self) -> bool:
         return all(server.no_updates is None for server in self._pool.servers)
@@ -188,7 +212,12 @@ class ServerEngine(RolloutEngine):
         for server in self._pool.servers:
             server.is_current = True
             server.weights_label = None
-        if self._leads:
+        if self._reloads and current_rank() == 0:
+            if self._folder is None:
+                assert self.config.server.weights_folder is not None, "the config has a default for it"
+                self._folder = self._open_folder(Path(self.config.server.weights_folder))
+            self._folder.begin()
+        elif self._leads and not self._reloads:
             self._loop.run(self._begin())
 
     async def _begin(self) -> None:
@@ -204,19 +233,35 @@ class ServerEngine(RolloutEngine):
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         tensors = list(weights)
         self._received |= {name: fingerprint(tensor) for name, tensor in tensors}
-        if self._leads:
+        if self._folder is not None:
+            self._folder.add(tensors)
+        elif self._leads and not self._reloads:
             assert self._transfer is not None, "begin_update comes first"
             self._loop.run(self._transfer.send(tensors, self._on_current))
 
     def finish_update(self, version: int) -> None:
         label = f"lockstep-{version}"
-        if self._leads:
+        if self._reloads:
+            self._reload(version)
+        elif self._leads:
             self._loop.run(self._on_current(lambda server: server.protocol.finish_update(server, label)))
         if self._shares_servers:
             wait_for_all_ranks()
         for server in self._pool.servers:
-            server.weights_label = label
+            server.weights_label = None if self._reloads else label
+        if self._reloads and not self._leads:  # its model may have another name now
+            probe = self._probe(self._pool)
+            self._loop.run(self._on_current(lambda server: self._retried(server, probe)))
         super().finish_update(version)
+
+    def _reload(self, version: int) -> None:
+        """Rank 0 completes the folder; then each rank reloads its servers."""
+        folder = on_first_rank(lambda: self._folder.commit(version))  # type: ignore[union-attr]
+        if self._leads:
+            probe = self._probe(self._pool)
+            self._loop.run(
+                self._on_current(lambda server: reload_server(server, self.config.server, folder, version, probe))
+            )
 
     async def _on_current(self, call: Callable[[Server], Awaitable[None]]) -> None:
         """Call it for every server that takes part in the update; one that fails is left out until the next update."""
@@ -238,7 +283,7 @@ class ServerEngine(RolloutEngine):
         for server in self._pool.servers:
             if not server.is_current:
                 continue
-            found = await server.protocol.fingerprints(server, names)
+            found = None if self._reloads else await server.protocol.fingerprints(server, names)
             if found is None:
                 found = {name: value for name, value in self._received.items() if name in names}
             if first is None:
@@ -254,12 +299,15 @@ class ServerEngine(RolloutEngine):
     async def _unread_weights(self, names: Sequence[str]) -> dict[str, str]:
         unread: dict[str, str] = {}
         for server in self._pool.servers:
-            if server.is_current:
+            if server.is_current and self._reloads:
+                unread |= dict.fromkeys(names, f"{server.url} is reloaded by a command")
+            elif server.is_current:
                 unread |= await server.protocol.unread_weights(server, names)
         return unread
 
     def drop_cached_prefixes(self) -> None:
-        self._loop.run(self._on_current(lambda server: server.protocol.drop_cached_prefixes(server)))
+        if not self._reloads:  # which leaves none
+            self._loop.run(self._on_current(lambda server: server.protocol.drop_cached_prefixes(server)))
 
     def sleep(self) -> None:
         if self.config.server.sleep and self._awake:
@@ -284,6 +332,12 @@ class SglangEngine(ServerEngine):
     """Servers of SGLang."""
 
     info = ROLLOUT_ENGINES.built_in["sglang"]
+
+
+class TgiEngine(ServerEngine):
+    """Servers of Hugging Face's text-generation-inference."""
+
+    info = ROLLOUT_ENGINES.built_in["tgi"]
 
 
 class EventLoop:

@@ -12,7 +12,8 @@ from lockstep.config.actor_rollout_ref import ServerConfig
 from lockstep.utils.json_http import AnswerTooLargeError, request_limited
 
 KEY = "actor_rollout_ref.rollout.server"
-RETRIED = {408, 425, 429, 500, 502, 503, 504}
+RETRIED = {408, 424, 425, 429, 500, 502, 503, 504}
+"""Status codes of failures that may pass; 424 is TGI's for a request that failed in its model."""
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs every request
 

@@ -7,7 +7,7 @@ again, on another server if there is one; only the answer of the last attempt co
 import asyncio
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from uuid import uuid4
 
@@ -93,6 +93,9 @@ class ServerPool:
                 f"set {KEY}.kind to the server's protocol"
             ) from error
         _check_weights(server, answer)
+        await protocol.check_prompt(server, flight.request, answer)
+        if not protocol.takes_stop_tokens:
+            answer = _until_stop(answer, flight.stops)
         _check_answer(server, flight, answer)
         return answer
 
@@ -128,6 +131,15 @@ def _check_weights(server: Server, answer: Answer) -> None:
             f"{server.url} sampled with weights {_listed(answer.weights or {'of unknown version'})} instead of "
             f"{label}: it was restarted or updated by another program, and is left out until the next update"
         )
+
+
+def _until_stop(answer: Answer, stops: frozenset[int]) -> Answer:
+    """The response up to its first stop token, after which the server may have gone on."""
+    for place, token in enumerate(answer.token_ids):
+        if token in stops:
+            tokens, log_probs = answer.token_ids[: place + 1], answer.log_probs[: place + 1]
+            return replace(answer, token_ids=tokens, log_probs=log_probs, finish="stop")
+    return answer
 
 
 def _check_answer(server: Server, flight: InFlight, answer: Answer) -> None:

@@ -3,15 +3,19 @@
 vllm     /inference/v1/generate, token ids in and out; weights by /collective_rpc with `vllm_worker.WeightUpdates`
 sglang   /generate with input_ids and return_logprob; weights by /update_weights_from_tensor or _distributed
 openai   /v1/completions with token ids as the prompt; no weight updates
+tgi      in tgi.py
 """
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.actor_rollout_ref import WEIGHT_TRANSFERS, RolloutConfig
+from transformers import PreTrainedTokenizerBase
+
+from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.engines import SERVER_KINDS
 from lockstep.engines.rollout.server.http import KEY, Connection, ServerError
 from lockstep.engines.rollout.vllm import logprobs_mode
 from lockstep.protocol.generation import GenerationRequest
@@ -25,29 +29,63 @@ EXTENSION = "lockstep.engines.rollout.vllm_worker.WeightUpdates"
 class Answer:
     """The answer to one request.
 
-    finish:  why it ended: stop | length | abort, or another word of the server.
-    weights: labels of the weights that sampled it; None if the server does not tell.
+    finish:     why it ended: stop | length | abort, or another word of the server.
+    weights:    labels of the weights that sampled it; None if the server does not tell.
+    prompt_ids: the prompt's tokens, of a server that tokenizes it and shows them; otherwise None.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish: str
     weights: set[str] | None = None
+    prompt_ids: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model of a server. Lengths in tokens; None if the server does not tell.
+
+    name:         in requests.
+    max_length:   of a prompt and its response.
+    max_prompt:   of a prompt.
+    max_requests: that the server accepts at once; others are refused.
+    """
+
+    name: str
+    max_length: int | None = None
+    max_prompt: int | None = None
+    max_requests: int | None = None
 
 
 class ServerProtocol(ABC):
-    """One protocol.
+    """One protocol, of one server.
 
-    generate_path: of requests.
-    marker:        a path that servers of this protocol alone have; None if there is none.
-    optional:      paths that not all of them have.
-    transfers:     forms of `weight_transfer` that it has.
+    open_tokenizer:    the run's tokenizer, for a protocol whose prompts are text.
+    generate_path:     of requests.
+    health_path:       is answered once the server is ready.
+    marker:            a path that servers of this protocol alone have; None if there is none.
+    optional:          paths that not all of them have.
+    transfers:         forms of `weight_transfer` that it has.
+    takes_stop_tokens: responses end at the stop tokens of a request; otherwise only at those of the server's model, and the client
+                       cuts them at others.
+    ignores_eos:       has `ignore_eos`.
     """
 
     generate_path: str
+    health_path: str = "/health"
     marker: str | None = None
     optional: tuple[str, ...] = ()
     transfers: tuple[str, ...] = ()
+    takes_stop_tokens: bool = True
+    ignores_eos: bool = True
+
+    def __init__(self, open_tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
+        self.open_tokenizer = open_tokenizer
+
+    async def models(self, server: Connection) -> list[ServedModel]:
+        """The models that the server serves."""
+        listed = (await server.get("/v1/models"))["data"]
+        return [ServedModel(model["id"], model.get("max_model_len")) for model in listed]
 
     @abstractmethod
     def body(
@@ -59,6 +97,13 @@ class ServerProtocol(ABC):
     def answer(self, body: Any) -> Answer:
         """Read a server's answer; LookupError, TypeError or ValueError if a part is missing."""
 
+    async def check_prompt(self, server: Connection, request: GenerationRequest, answer: Answer) -> None:  # noqa: B027
+        """ServerError if the server, because it takes text, tokenized the prompt to other tokens than the request's."""
+
+    def prompt_like(self, token_ids: list[int]) -> list[int]:
+        """A prompt that the server can take: `token_ids`, or other tokens of about the same text."""
+        return token_ids
+
     async def abort(self, server: Connection, request_ids: Sequence[str]) -> bool:
         """End requests, which are then answered with what they have; False if the server cannot."""
         return False
@@ -69,7 +114,8 @@ class ServerProtocol(ABC):
     async def why_no_updates(self, server: Connection) -> str | None:
         """Why its weights cannot be updated, and what to do; None if they can."""
         return (
-            f"{server.url} has no endpoints for weight updates; set {KEY}.kind=vllm or sglang and start such a server"
+            f"{server.url} has no endpoints for weight updates; set {KEY}.kind=vllm or sglang and start such a server, set "
+            f"{KEY}.reload_command, which restarts this one with the new weights"
         )
 
     async def begin_update(self, server: Connection) -> None:
@@ -128,7 +174,7 @@ PROTOCOLS: Registry[type[ServerProtocol]] = Registry("server protocol", key=f"{K
 @PROTOCOLS.register("vllm")
 class VllmProtocol(ServerProtocol):
     generate_path = marker = "/inference/v1/generate"
-    transfers = WEIGHT_TRANSFERS["vllm"]
+    transfers = SERVER_KINDS["vllm"].transfers
     _ABORT = "/inference/v1/abort_requests"
     _UPDATE = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
     optional = (_ABORT, *_UPDATE)
@@ -258,7 +304,7 @@ class VllmProtocol(ServerProtocol):
 class SglangProtocol(ServerProtocol):
     generate_path = "/generate"
     marker = "/update_weights_from_disk"
-    transfers = WEIGHT_TRANSFERS["sglang"]
+    transfers = SERVER_KINDS["sglang"].transfers
 
     def body(
         self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str
@@ -352,6 +398,7 @@ class SglangProtocol(ServerProtocol):
 @PROTOCOLS.register("openai")
 class OpenAIProtocol(ServerProtocol):
     generate_path = "/v1/completions"
+    health_path = "/v1/models"
 
     def body(
         self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str

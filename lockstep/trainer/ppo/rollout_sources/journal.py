@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lockstep.observability.run_folder import JOURNAL, JOURNAL_EVENTS
 from lockstep.protocol import DataProto
 from lockstep.protocol.tokens import read
 from lockstep.trainer.ppo.forks import newest_earlier
@@ -34,8 +35,6 @@ from lockstep.utils.state_file import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "rollout_journal"
-EVENTS = "journal.jsonl"
 NUMBERS = {
     "start": ("step",),
     "finish": ("started", "offset", "size", "crc32"),
@@ -54,17 +53,17 @@ class Journal:
     """
 
     def __init__(self, run_dir: Path, step: int, policy_version: int = 0) -> None:
-        self.folder = run_dir / FOLDER
+        self.folder = run_dir / JOURNAL
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        _cut_torn_line(self.folder / EVENTS)
+        _cut_torn_line(self.folder / JOURNAL_EVENTS)
         if step == 0:
             self._remove_samples()
         earlier = list(read_events(run_dir))
         # weights of later updates no longer exist, and neither does what they sampled
         finished = _finished_since(earlier, step) if step > 0 else {}
         self._recovered = {group: e for group, e in finished.items() if e["versions"][1] <= policy_version}
-        self._events: BinaryIO = open(self.folder / EVENTS, "ab")  # noqa: SIM115 - closed by `close`
+        self._events: BinaryIO = open(self.folder / JOURNAL_EVENTS, "ab")  # noqa: SIM115 - closed by `close`
         self._samples = self._open_samples(step)
         if earlier:
             self.note("resume", step=step)
@@ -140,7 +139,7 @@ class Journal:
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The events of a run, first to last; a group is a (batch, row) tuple. A damaged line is skipped with a warning."""
-    file = run_dir / FOLDER / EVENTS
+    file = run_dir / JOURNAL / JOURNAL_EVENTS
     *lines, _ = file.read_bytes().split(b"\n") if file.exists() else [b""]  # the last one has no end: the process died
     for number, line in enumerate(lines, start=1):
         try:

@@ -52,11 +52,14 @@ class CpuDecoder:
         first_N = np.array([len(s.tokens) - 1 for s in sequences])
         positions_SN = torch.from_numpy(first_N + np.minimum(steps_S1, ends_N - 1))
         attention = CpuDecodeAttention(runner.cache, [s.blocks for s in sequences], positions_SN)
+        slots_SN = _cache_slots(sequences, positions_SN.numpy(), runner.block_size) if runner.records_routes else None
         tokens_N = torch.tensor([s.tokens[-1] for s in sequences])
         sampled = []
         for step, (positions_N, uniform_N) in enumerate(zip(positions_SN, uniform_SN), start=1):
             attention.begin()
             hidden_NE = runner.forward(tokens_N[None], positions_N[None], attention)
+            if slots_SN is not None:
+                runner.keep_routes(torch.from_numpy(np.where(ends_N >= step, slots_SN[step - 1], -1)), runner.routes)
             tokens_N, log_probs_N = sample(runner.logits(hidden_NE), batch, uniform_N)
             sampled.append((tokens_N, log_probs_N))
             new = tokens_N.tolist()
@@ -70,6 +73,13 @@ class CpuDecoder:
         tokens_SN, log_probs_SN = (torch.stack(rows) for rows in zip(*sampled))
         tokens_SN[torch.from_numpy(steps_S1[:step] >= ends_N)] = -1
         return SampledTokens(tokens_SN, log_probs_SN, list(range(len(sequences))))
+
+
+def _cache_slots(sequences: Rows[Sequence], positions_SN: np.ndarray, block_size: int) -> np.ndarray:
+    """(steps, N) where the tokens at these positions are cached."""
+    columns = zip(sequences, positions_SN.T)
+    slots = [np.array(s.blocks)[place // block_size] * block_size + place % block_size for s, place in columns]
+    return np.stack(slots, 1)
 
 
 def _sampling(sequences: Rows[Sequence], num_steps: int) -> tuple[SamplingBatch, Tensor]:

@@ -49,6 +49,7 @@ class DecodeGraphs:
         self.use_graphs = use_graphs
         self._stream = torch.cuda.Stream(slots.device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._routes: dict[tuple[int, bool], Tensor | None] = {}  # where each graph leaves `runner.routes`
         self._pool: Any = None
         self._captured_at = 0  # moves of the parameters
 
@@ -65,6 +66,7 @@ class DecodeGraphs:
             with _no_garbage_collection():
                 self._warm_up(size, filtered)
                 self._graphs[size, filtered] = self._capture(size, filtered)
+                self._routes[size, filtered] = self.runner.routes
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -81,8 +83,11 @@ class DecodeGraphs:
         for _ in range(num_steps):
             if graph is not None:
                 graph.replay()
+                routes = self._routes[size, filtered]
             else:
                 self._step(size, filtered)
+                routes = self.runner.routes
+            self.runner.keep_routes(self.slots.cache_slots[:size], routes)
 
     def sample(self, logits: Tensor, slot_ids: Tensor, filtered: bool) -> None:
         """Sample one token per row and update the slots."""
@@ -93,6 +98,7 @@ class DecodeGraphs:
 
     def _clear(self) -> None:
         self._graphs.clear()
+        self._routes.clear()
         self._pool = None  # freed with the last graph that uses it
 
     def _warm_up(self, size: int, filtered: bool) -> None:

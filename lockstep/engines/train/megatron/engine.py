@@ -1,0 +1,404 @@
+"""The training engine on megatron-core: tensor, sequence, pipeline, expert and data parallelism.
+
+    batch ─► micro-batches ─► megatron's schedule over the pipeline ─► outputs (B, R) on the last stage ─► loss_fn ─► backward
+          ─► gradients summed over ranks in megatron's buffers ─► optimizer_step
+
+    world = dp x pp x tp; the ranks of one dp rank share its rows, and all of them return the outputs of the last stage.
+
+A transformers model without memory tells the names, shapes and rotary frequencies, and is the form of the rollout's module.
+"""
+
+from collections.abc import Collection, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from megatron.core.distributed import DistributedDataParallel
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lockstep.config.engines import TRAIN_ENGINES
+from lockstep.config.megatron import McoreEngineConfig
+from lockstep.config.model import FSDPOptimizerConfig
+from lockstep.engines.train.loss_scale import LossScale
+from lockstep.engines.train.lr_schedule import build_schedule
+from lockstep.engines.train.megatron import families, parallel
+from lockstep.engines.train.megatron.check import check_layout, check_weights
+from lockstep.engines.train.megatron.checkpoint import load_state, save_state
+from lockstep.engines.train.megatron.cpu import megatron_calls
+from lockstep.engines.train.megatron.offload import Parked
+from lockstep.engines.train.megatron.optimizer import Masters
+from lockstep.engines.train.megatron.stage import Outputs, Stage, StageSettings
+from lockstep.engines.train.megatron.weights import from_model, load_slices
+from lockstep.engines.train.state import load_extra, save_extra
+from lockstep.engines.train.token_module import open_token_model
+from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching, TrainEngine
+from lockstep.models.export import save_policy, save_scalar_model
+from lockstep.models.loading import resolve_dtype
+from lockstep.models.model_check import check_batch, refuse_errors
+from lockstep.models.rope import rope_limit
+from lockstep.models.shared_weights import copy_gathered, release_weights, rollout_module
+from lockstep.models.token_models import ScalarModel
+from lockstep.protocol.columns import Batch, tensors_of
+from lockstep.protocol.ragged import is_ragged
+from lockstep.protocol.tokens import lengths_of, prompt_owners
+from lockstep.utils.device import to_device
+from lockstep.utils.host import prepare_cpu_for
+from lockstep.utils.progress import count, phase
+from lockstep.utils.seqlen import agreed_runs
+from lockstep.utils.spans import spanned
+
+
+class MegatronEngine(TrainEngine):
+    """model: the transformers model with its head, without memory for parameters.
+
+    stage:   this rank's part of it.
+    masters: the optimizer; None for a model that only computes.
+    """
+
+    info = TRAIN_ENGINES.built_in["megatron"]
+
+    def __init__(self, spec: EngineModel, device: torch.device) -> None:
+        assert isinstance(spec.engine, McoreEngineConfig)
+        self.config = spec.engine
+        self.device = device
+        self.dtype = _compute_dtype(spec, device)
+        self.model, source = open_token_model(spec, device)
+        hf: Any = self.model.hf_config
+        key = _section(spec)
+        layout = parallel.layout_of(spec.engine, key, families.num_experts(hf, families.family_of(hf, spec.key)))
+        parallel.join(layout, self, key, device)
+        self.world_size = dist.get_world_size()
+        self.dp_size = ps.get_data_parallel_world_size()
+        self.dp_rank = ps.get_data_parallel_rank()
+        self.group_rank = ps.get_tensor_model_parallel_rank() + layout.tp * ps.get_pipeline_model_parallel_rank()
+        self._limits = [limit for limit in (rope_limit(self.model), families.window_of(hf)) if limit is not None]
+        if device.type == "cpu":
+            prepare_cpu_for(sum(parameter.numel() for parameter in self.model.parameters()))
+        settings = StageSettings(
+            self.config,
+            layout,
+            key,
+            self.dtype,
+            device,
+            trained=spec.optim is not None,
+            sharded=self.config.use_distributed_optimizer,
+            recompute=spec.config.enable_gradient_checkpointing and spec.optim is not None,
+        )
+        self.stage = Stage(self.model, spec.kind, settings)
+        self.masters: Masters | None = None
+        if spec.optim is not None:
+            self._prepare_training(spec, spec.optim)
+        load_slices(self.stage.slices, from_model(self.model, source), self._set_weights)
+        source.close()
+        _drop_parameters(self.model)
+        # in float32 the master weights are the weights that compute
+        copied = self.masters is not None and self.dtype != torch.float32
+        self._compute = Parked(lambda: self.stage.gpt.parameters())
+        self._masters = Parked(self.masters.weights if self.masters is not None and copied else tuple)
+        self._moments = Parked(self.masters.moments if self.masters is not None else tuple)
+        self._gradients = Parked(self._gradient_buffers, keeps=False)
+        with phase("check the model"), refuse_errors(self.model.transformer):
+            check_layout(hf, spec.kind, settings, tied=self.stage.gpt.share_embeddings_and_output_weights)
+            self._check_weights()
+        self.offload()
+
+    @classmethod
+    def open(cls, model: EngineModel, device: torch.device) -> Self:
+        return cls(model, device)
+
+    def _prepare_training(self, spec: EngineModel, optim: FSDPOptimizerConfig) -> None:
+        assert isinstance(self.stage.module, DistributedDataParallel)
+        sharded = self.config.use_distributed_optimizer
+        with megatron_calls(self.device):
+            self.masters = Masters(self.stage.module, optim, spec.clip_grad, self.dtype, sharded=sharded)
+        self._rate = torch.optim.SGD([torch.zeros(1)], lr=optim.lr)
+        self.schedule = build_schedule(self._rate, optim)
+        self._loss_scale = LossScale(enabled=False)
+
+    def _check_weights(self) -> None:
+        batch = check_batch(self.model.hf_config.vocab_size)
+        outputs = self.forward(batch, MicroBatching())
+        check_weights(outputs, batch, self.model, self._computing_weights(), self.dtype)
+
+    def forward(self, batch: Batch, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
+        parts = self._partitions(batch, micro)
+
+        def keep(outputs: Outputs, rows: TensorDict) -> tuple[Tensor, Outputs]:
+            return torch.zeros((), device=self.device), {name: values.cpu() for name, values in outputs.items()}
+
+        pieces = self.stage.run(self._micro_batches(batch, parts), len(parts), keep, options, train=False)
+        back = torch.tensor([row for rows in parts for row in rows]).argsort()
+        results = {name: torch.cat([p[name] for p in pieces])[back] for name in pieces[0]} if pieces else {}
+        shapes = self._told_by_last_stage({name: values.shape for name, values in results.items()})
+        return {
+            name: self._from_last_stage(results[name] if pieces else torch.empty(shape))
+            for name, shape in shapes.items()
+        }
+
+    @spanned
+    def forward_backward(
+        self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object
+    ) -> dict[str, float]:
+        parts = self._partitions(batch, micro)
+        # megatron takes the mean over micro-batches and data-parallel ranks; the loss is the sum of their shares
+        factor = len(parts) * self.dp_size
+        totals: dict[str, Tensor] = {}
+
+        def scaled(outputs: Outputs, rows: TensorDict) -> tuple[Tensor, None]:
+            loss, metrics = loss_fn(outputs, self._loss_columns(rows))
+            for name, value in metrics.items():
+                totals[name] = totals.get(name, 0.0) + value.detach().float()
+            return loss * factor, None
+
+        self._gradients.to_device()
+        self._ddp.zero_grad_buffer()
+        self.stage.run(self._micro_batches(batch, parts), len(parts), scaled, options, train=True)
+        own = self._told_by_last_stage({name: float(value) for name, value in totals.items()})
+        names = self._names_on_all_ranks(sorted(own))
+        return dict(zip(names, self.global_sum(*(own.get(name, 0.0) for name in names))))
+
+    @property
+    def _ddp(self) -> Any:
+        """megatron's wrapper of a model that is trained."""
+        assert self.masters is not None
+        return self.stage.module
+
+    def _micro_batches(self, batch: Batch, parts: list[list[int]]) -> Iterator[TensorDict]:
+        for number, rows in enumerate(parts, start=1):
+            count(number, len(parts), "micro-batches")
+            part = _taken(batch, rows)
+            self._check_lengths(part)
+            yield part
+
+    @spanned
+    def optimizer_step(self) -> float:
+        assert self.masters is not None
+        self._masters.to_device()
+        with megatron_calls(self.device), self._moments.on_device():
+            norm = self.masters.gradient_norm()
+            try:
+                self._loss_scale.update(norm)  # raises if it is not finite
+                self.masters.step(norm, self.learning_rate)
+                self._rate._opt_called = True  # type: ignore[attr-defined]  # otherwise the schedule warns
+            finally:
+                self.masters.clear_gradients()
+                self._ddp.zero_grad_buffer()
+        return norm
+
+    def schedule_step(self) -> None:
+        self.schedule.step()
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.schedule.get_last_lr()[0])
+
+    def global_sum(self, *values: float) -> tuple[float, ...]:
+        if self.dp_size == 1 or not values:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)  # on the host, where the values are
+        if self.group_rank:
+            total.zero_()  # these rows are counted by the first of the ranks that share them
+        dist.all_reduce(total)
+        return tuple(total.tolist())
+
+    def rollout_module(self) -> PreTrainedModel:
+        return rollout_module(self.model.transformer)
+
+    @contextmanager
+    def lend_weights(self, module: PreTrainedModel) -> Iterator[None]:
+        self.onload()
+        try:
+            named = ((self.model.hf_name(name), tensor) for name, tensor in self._computing_weights())
+            copy_gathered(module, named, self.model.transformer)
+            yield
+        finally:
+            if self.config.param_offload and self.device.type != "cpu":
+                release_weights(module)
+            self.offload()
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        return nullcontext()  # it trains none
+
+    def weights(self, *, trained: bool = False) -> Generator[tuple[str, Tensor]]:
+        if self.masters is None:
+            if trained:
+                return
+            found = self._computing_weights()
+        else:
+            found = self._master_weights()
+        for name, tensor in found:
+            yield self.model.hf_name(name), tensor
+
+    def _master_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole master weights by their name in `model`. Collective."""
+        assert self.masters is not None
+        with self._compute.on_device(), self._masters.on_device():
+            for piece in self.stage.slices:
+                yield piece.name, piece.gathered(self.masters.value, torch.float32, self.device)
+
+    def _computing_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters by their name in `model`, in the dtype that computes. Collective."""
+        for piece in self.stage.slices:
+            yield piece.name, piece.gathered(lambda parameter: parameter.detach(), self.dtype, self.device)
+
+    def merged_weights(self) -> Generator[tuple[str, Tensor]]:
+        yield from self.weights()
+
+    def weight_shapes(self, *, merged: bool) -> list[tuple[str, tuple[int, ...]]]:
+        if not merged and self.masters is None:
+            return []
+        return [(self.model.hf_name(piece.name), piece.shape) for piece in self.stage.slices]
+
+    def _set_weights(self, parameter: nn.Parameter, values: Tensor) -> None:
+        if self.masters is None:
+            parameter.data.copy_(values)
+        else:
+            self.masters.set_value(parameter, values)
+
+    def onload(self, *, optimizer: bool = False, ahead: bool = False) -> None:
+        self._compute.to_device()
+        if optimizer:
+            self._masters.to_device()
+
+    def offload(self) -> None:
+        if self.device.type == "cpu":
+            return
+        if self.config.param_offload:
+            self._masters.to_host()
+            self._compute.to_host()
+        if self.config.optimizer_offload:
+            self._moments.to_host()
+        if self.config.grad_offload:
+            self._gradients.to_host()
+        if self.config.param_offload or self.config.optimizer_offload or self.config.grad_offload:
+            torch.cuda.empty_cache()
+
+    def _gradient_buffers(self) -> Iterator[Tensor]:
+        if self.masters is not None:
+            yield from (buffer.grad_data for buffer in (*self._ddp.buffers, *self._ddp.expert_parallel_buffers))
+
+    def save(self, folder: Path, contents: Collection[str] = PARTS) -> None:
+        if self.masters is None:
+            return
+        with self._compute.on_device(), self._masters.on_device(), self._moments.on_device():
+            save_state(folder, contents, self.stage.slices, self.masters, self.device)
+        if "extra" in contents:
+            save_extra(folder, self.schedule, self._loss_scale)
+
+    def load(self, folder: Path, contents: Collection[str] = PARTS) -> None:
+        if self.masters is None:
+            return
+        with self._compute.on_device(), self._masters.on_device(), self._moments.on_device():
+            load_state(folder, contents, self.stage.slices, self.masters)
+        if "extra" in contents:
+            load_extra(folder, self.schedule, self._loss_scale)
+
+    def saved_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """`weights`, then the buffers that a Hugging Face folder contains."""
+        yield from self.weights()
+        saved = self.model.state_dict()
+        for name, buffer in self.model.named_buffers():
+            if name in saved:
+                yield self.model.hf_name(name), buffer
+
+    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+        save = save_scalar_model if isinstance(self.model, ScalarModel) else save_policy
+        save(self.model.transformer, self.saved_weights(), tokenizer, folder / "huggingface")
+
+    def _partitions(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
+        """Rows of each micro-batch, as many of them on every rank."""
+        if micro.max_tokens is not None:
+            group = dist.group.WORLD if self.world_size > 1 else None
+            before, own = (lengths.tolist() for lengths in lengths_of(batch))
+            return agreed_runs(own, before, prompt_owners(batch), micro.max_tokens, group, micro.group_size)
+        size = micro.num_rows or len(batch)
+        return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
+
+    def _check_lengths(self, batch: TensorDict) -> None:
+        longest = int(batch["position_ids"].max()) + 1
+        if self._limits and longest > min(self._limits):
+            raise ValueError(
+                f"a sequence has {longest} tokens, but {self.model.hf_config.model_type} has a sliding window or other rotary "
+                f"frequencies beyond {min(self._limits)}; shorten data.max_prompt_length or data.max_response_length, or set "
+                "strategy=fsdp"
+            )
+
+    def _loss_columns(self, batch: TensorDict) -> TensorDict:
+        """The rows on the device, without the tokens that only the forward reads."""
+        columns = tensors_of(batch.exclude("prompts", "input_ids", "attention_mask", "position_ids"))
+        return TensorDict({k: to_device(v, self.device) for k, v in columns.items()}, batch_size=batch.batch_size)
+
+    def _names_on_all_ranks(self, own: list[str]) -> list[str]:
+        """Metrics that any rank has: one with nothing but padding may have fewer."""
+        if self.dp_size == 1:
+            return own
+        everyones: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyones, own)
+        return sorted(set().union(*everyones))
+
+    def _from_last_stage(self, values: Tensor) -> Tensor:
+        """A host tensor of the last pipeline stage, on all of them."""
+        group = ps.get_pipeline_model_parallel_group()
+        if group.size() > 1:
+            values = values.contiguous()
+            dist.broadcast(values, ps.get_pipeline_model_parallel_last_rank(), group=group)
+        return values
+
+    def _told_by_last_stage(self, value: Any) -> Any:
+        group = ps.get_pipeline_model_parallel_group()
+        if group.size() == 1:
+            return value
+        told = [value]
+        dist.broadcast_object_list(told, ps.get_pipeline_model_parallel_last_rank(), group=group)
+        return told[0]
+
+
+def _section(spec: EngineModel) -> str:
+    """The config section of the engine, for messages: that of the role, without its model."""
+    role = spec.key.removesuffix(".model")
+    role = {"actor_rollout_ref": "actor_rollout_ref.actor" if spec.optim is not None else "actor_rollout_ref.ref"}.get(
+        role, role
+    )
+    return f"{role}.megatron"
+
+
+def _compute_dtype(spec: EngineModel, device: torch.device) -> torch.dtype:
+    dtype = resolve_dtype(spec.engine.dtype, device)
+    key = _section(spec)
+    if dtype == torch.float16:
+        raise ValueError(
+            f"{key}.dtype={spec.engine.dtype}: float16 is not supported by strategy=megatron; set bfloat16"
+        )
+    if spec.optim is not None and resolve_dtype(spec.engine.model_dtype, device) != torch.float32:
+        raise ValueError(
+            f"{key}.model_dtype={spec.engine.model_dtype}: megatron's master weights are float32; set fp32, or strategy=fsdp"
+        )
+    if spec.config.lora_rank:
+        raise ValueError(
+            f"{spec.key}.lora_rank={spec.config.lora_rank}: strategy=megatron trains all parameters; set it to 0"
+        )
+    return dtype
+
+
+def _drop_parameters(model: nn.Module) -> None:
+    """Free the memory of parameters that were loaded whole; buffers stay."""
+    dropped: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and not parameter.is_meta:
+                empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                module._parameters[name] = dropped.setdefault(parameter, empty)
+
+
+def _taken(batch: Batch, rows: list[int]) -> TensorDict:
+    """These rows of the batch, padded; those of a padded batch are not copied if they follow each other."""
+    start, end = rows[0], rows[-1] + 1
+    part: Any = (
+        batch[rows] if rows != list(range(start, end)) else batch if len(rows) == len(batch) else batch[start:end]
+    )
+    return part.to_tensordict() if is_ragged(part) else part

@@ -1,0 +1,165 @@
+"""One rank's part of a model: its pipeline stage, where the Hugging Face tensors lie in it, and megatron's schedule."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from lockstep.config.megatron import McoreEngineConfig
+from lockstep.engines.train.megatron import families
+from lockstep.engines.train.megatron.cpu import megatron_calls
+from lockstep.engines.train.megatron.model import Kind, TokenGPT
+from lockstep.engines.train.megatron.parallel import Layout
+from lockstep.engines.train.megatron.weights import find_slices
+from lockstep.models.token_models import TokenModel
+
+Outputs = dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSettings:
+    """How stages are built, apart from the model.
+
+    key:       the config section of the engine, for messages.
+    dtype:     that computes.
+    trained:   gradients are computed; they are summed over data-parallel ranks.
+    sharded:   each data-parallel rank gets the sum of its shard alone, for the distributed optimizer.
+    recompute: activations are computed again in the backward pass.
+    """
+
+    engine: McoreEngineConfig
+    layout: Layout
+    key: str
+    dtype: torch.dtype
+    device: torch.device
+    trained: bool
+    sharded: bool
+    recompute: bool
+
+
+class Stage:
+    """model: the transformers model with its head; its parameters need no memory.
+
+    gpt:    megatron's module.
+    module: `gpt`, or its wrapper that sums gradients.
+    slices: where the parameters of `model` lie in it, in their order.
+    """
+
+    def __init__(self, model: TokenModel, kind: Kind, settings: StageSettings) -> None:
+        hf: Any = model.hf_config
+        self.settings = settings
+        self.config = _transformer_config(hf, settings)
+        transformer: Any = model.transformer
+        body = transformer.get_decoder() if kind == "policy" else transformer
+        tied = kind == "policy" and transformer.lm_head.weight is body.embed_tokens.weight
+        with megatron_calls(settings.device):
+            self.gpt = TokenGPT(self.config, kind, hf.vocab_size, body.rotary_emb, tied=tied)
+            self.slices = find_slices(self.gpt, model)
+            self.module: nn.Module = self.gpt
+            if settings.trained:
+                self.module = DistributedDataParallel(self.config, _ddp_config(settings), self.gpt)
+            else:
+                self.gpt.requires_grad_(False)
+
+    def run(
+        self,
+        batches: Iterable[TensorDict],
+        num_batches: int,
+        use: Callable[[Outputs, TensorDict], tuple[Tensor, Any]],
+        options: dict[str, Any],
+        *,
+        train: bool,
+    ) -> list[Any]:
+        """Compute micro-batches through the pipeline, with gradients that are added to megatron's buffers if `train`.
+
+        use: outputs and rows of a micro-batch -> its loss and a result; called on the last stage, where the results are returned.
+        megatron takes the mean of the losses over micro-batches and data-parallel ranks.
+        """
+        self.gpt.train(train)
+
+        def step(remaining: Any, module: nn.Module) -> tuple[Any, Any]:
+            batch = next(remaining)
+            outputs = module(self.gpt.rows(batch, self.settings.device), **options)
+            return outputs, lambda found: use(found, batch)
+
+        with megatron_calls(self.settings.device), torch.set_grad_enabled(train):
+            found: list[Any] = get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=iter(batches),
+                model=[self.module],
+                num_microbatches=num_batches,
+                seq_length=1,
+                micro_batch_size=1,
+                forward_only=not train,
+            )
+        return found
+
+
+def _transformer_config(hf: Any, settings: StageSettings) -> TransformerConfig:
+    engine = settings.engine
+    layout = settings.layout
+    key = settings.key
+    family = families.family_of(hf, key)
+    _check_sizes(hf, layout, key)
+    sequence_parallel = engine.sequence_parallel and layout.tp > 1
+    if layout.ep and layout.tp > 1 and not sequence_parallel:
+        raise ValueError(f"{key}.sequence_parallel=false: experts with tensor parallelism need it; set it to true")
+    values: dict[str, Any] = {
+        **families.transformer_values(hf, family),
+        **families.dtype_values(settings.dtype),
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "sequence_parallel": sequence_parallel,
+        "variable_seq_lengths": True,
+        "use_cpu_initialization": settings.device.type == "cpu",
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "finalize_model_grads_func": finalize_model_grads,
+    }
+    if layout.ep:
+        values |= {"expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.expert_tp}
+    if settings.recompute:
+        values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    overrides = engine.override_transformer_config
+    return families.transformer_config(values, overrides, f"{key}.override_transformer_config")
+
+
+def _check_sizes(hf: Any, layout: Layout, key: str) -> None:
+    """ValueError if the model does not divide into the parts of the layout."""
+    parts = [
+        ("tensor_model_parallel_size", layout.tp, "num_key_value_heads"),
+        ("tensor_model_parallel_size", layout.tp, "intermediate_size"),
+        ("pipeline_model_parallel_size", layout.pp, "num_hidden_layers"),
+    ]
+    if layout.ep:
+        number, inner = families.FAMILIES[hf.model_type].experts or ("", "")
+        parts += [("expert_model_parallel_size", layout.ep, number)]
+        parts += [("expert_tensor_parallel_size", layout.expert_tp, inner)]
+    for name, size, what in parts:
+        total = getattr(hf, what)
+        if total % size:
+            fits = ", ".join(str(n) for n in range(1, min(total, 64) + 1) if total % n == 0)
+            raise ValueError(f"{key}.{name}={size} does not divide the model's {what}={total}; set it to one of {fits}")
+
+
+def _ddp_config(settings: StageSettings) -> DistributedDataParallelConfig:
+    values = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": settings.sharded}
+    overrides = settings.engine.override_ddp_config
+    known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    for name in overrides:
+        key = f"{settings.key}.override_ddp_config.{name}"
+        if name not in known:
+            raise ValueError(f"{key}: megatron's DistributedDataParallelConfig has no such field")
+        if name in values and overrides[name] != values[name]:
+            raise ValueError(f"{key}={overrides[name]!r}: it must be {values[name]!r} here; remove it")
+    return DistributedDataParallelConfig(**{**values, **overrides})
