@@ -39,7 +39,7 @@ def live_bytes() -> dict[int, int]:
     gc.collect()
     found: dict[int, int] = {}
     for value in gc.get_objects():
-        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.device.type != "cpu":
+        if not issubclass(type(value), Tensor) or isinstance(value, DTensor) or value.device.type != "cpu":
             continue
         for tensor in (value, value.grad if value.is_leaf else None):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
