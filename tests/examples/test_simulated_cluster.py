@@ -15,7 +15,7 @@ def test_bytes_do_not_grow_with_ranks(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
     main = runpy.run_path(str(BENCHMARKS / "simulated_cluster.py"))["main"]
     rows = "--prompts 64 --samples 4 --prompt 64 --response 512 --mean-response 200 --updates 2"
-    assert main([*"--ranks 8 64 --json".split(), str(tmp_path / "out.json"), *rows.split()]) == 0
+    assert main([*["--ranks", "8", "64", "--json"], str(tmp_path / "out.json"), *rows.split()]) == 0
     small, large = json.loads((tmp_path / "out.json").read_text())["results"]
     assert (small["calls"], large["calls"]) == (4 * 8, 4 * 64)  # generate, two passes, one update
     numbers = 4 * small["tokens"]
