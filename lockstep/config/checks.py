@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.compat import NOT_SUPPORTED
-from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES, EngineRegistry
+from lockstep.config.engines import (
+    ROLLOUT_ENGINES,
+    TRAIN_ENGINES,
+    EngineRegistry,
+    RolloutEngineInfo,
+    TrainEngineInfo,
+)
 from lockstep.config.ensemble import reward_problems
 from lockstep.config.errors import NO_VALUE, Problem, nearest
 from lockstep.config.placement import controller_of, num_workers
@@ -200,7 +206,10 @@ def known_name(values: Values, key: str, known: Collection[str], named: str = "f
 
 
 NEEDS_BITSANDBYTES = 'needs bitsandbytes: pip install "lockstep-rl[qlora]"'
-_ENGINES = (*ROLLOUT_ENGINES.built_in.values(), *TRAIN_ENGINES.built_in.values())
+_ENGINES: tuple[RolloutEngineInfo | TrainEngineInfo, ...] = (
+    *ROLLOUT_ENGINES.built_in.values(),
+    *TRAIN_ENGINES.built_in.values(),
+)
 NOT_INSTALLED = (NEEDS_BITSANDBYTES, *(info.if_missing for info in _ENGINES if info.package))
 """Problems of a machine, not of a config."""
 

@@ -29,10 +29,11 @@ def servers(values: Values, section: str, only_kind: str | None) -> Iterator[Pro
         forms = " or ".join(protocol.transfers)
         message = f"servers of kind {only_kind or kind} take weights by {forms}; set one of these, or auto"
         yield Problem(f"{section}.server.weight_transfer", transfer, message, also=(named[0],))
-    for key, only in protocol.lacks if protocol is not None else ():
+    title, lacks = (protocol.title, protocol.lacks) if protocol is not None else ("", ())
+    for key, only in lacks:
         for place in (f"{section}.{key}", f"{section}.val_kwargs.{key}"):
             if values.get(place, only) != only:
-                message = f"{protocol.title} has no such setting; set {str(only).lower()}"
+                message = f"{title} has no such setting; set {str(only).lower()}"
                 yield Problem(place, values[place], message, also=(named[0],))
     if values[f"{section}.server.reload_command"] is not None:
         yield from _reload_command(values, section)

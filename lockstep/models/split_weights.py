@@ -169,8 +169,11 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
     No-op if the weights are not split.
     """
     split = split_of(model)
+    if split is None:
+        yield
+        return
     with ExitStack() as hooks:
-        for path, module in model.named_modules() if split is not None else ():
+        for path, module in model.named_modules():
             names = {leaf: f"{path}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
             if any(name in split.parts for name in names.values()):
                 _gather_in_forward(module, names, split, hooks)

@@ -333,7 +333,7 @@ def registered_methods(worker_cls: type) -> dict[str, Registration]:
 
 def _is_collected(worker: Any, mode: DispatchMode) -> bool:
     """False on a rank whose output the mode does not read: another rank of the mesh has the same rows."""
-    collect = mode["collect_fn"]
+    collect: Any = mode["collect_fn"]
     if getattr(collect, "func", None) is not collect_nd_compute_dataproto:
         return True
     (mesh_name,) = collect.args

@@ -49,7 +49,7 @@ class LocalWorkerGroup(WorkerGroup):
         named_shares: dict[str, Sequence[Any]],
     ) -> FutureList:
         separate = [_separated(share) for share in shares]
-        named = {name: _separated(share) for name, share in named_shares.items()}
+        named: dict[str, Sequence[Any]] = {name: _separated(share) for name, share in named_shares.items()}
         return super()._execute(method_name, execute_mode, separate, named)
 
     def _submit(self, rank: int, method_name: str, args: list[Any], kwargs: dict[str, Any]) -> LocalFuture:

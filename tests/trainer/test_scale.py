@@ -69,11 +69,7 @@ class Run:
         return {f.stem: [json.loads(line)["output"] for line in f.read_text().splitlines()] for f in files}
 
     def weights(self) -> dict[str, Any]:
-<<<<<<< HEAD
-        last = max(self.folder.glob("global_step_*"), key=lambda folder: int(folder.name.removeprefix("global_step_")))
-=======
         (last,) = self.folder.glob(f"global_step_{self.metrics[-1]['step']}")
->>>>>>> tp
         return {
             f"{model.name}.{name}": tensor
             for model in sorted(last.iterdir())

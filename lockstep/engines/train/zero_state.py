@@ -88,7 +88,7 @@ class ZeroState:
 
     @property
     def _adamw(self) -> torch.optim.AdamW:
-        return self._engine.basic_optimizer  # type: ignore[no-any-return]
+        return self._engine.basic_optimizer
 
     def _flat_masters(self) -> list[Tensor]:
         """What AdamW's state belongs to: this rank's partitions of the masters."""
@@ -116,7 +116,7 @@ class ZeroState:
 
     def _moment(self, parameter: nn.Parameter, key: str) -> Tensor:
         if self._stage == 0:
-            return self._adamw.state[parameter][key]  # type: ignore[no-any-return]
+            return self._adamw.state[parameter][key]
         from deepspeed.utils import safe_get_full_optimizer_state
 
         found: Tensor = safe_get_full_optimizer_state(parameter, key)

@@ -252,9 +252,10 @@ class RemoteStore:
     @contextmanager
     def _errors(self, what: str, *passed: type[Exception]) -> Iterator[None]:
         """Errors as StoreErrors without passwords, also in the chain. passed: errors that stay as they are."""
+        kept: tuple[type[Exception], ...] = (StoreError, Cancelled, *passed)
         try:
             yield
-        except (StoreError, Cancelled, *passed):
+        except kept:
             raise
         except Exception as error:  # noqa: BLE001 - every file system raises its own exceptions
             text, password = reason(error), urlsplit(self.url).password

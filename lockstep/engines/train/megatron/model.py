@@ -73,7 +73,7 @@ class TokenGPT(GPTModel):
         values["context"] = PackedAttention([*context.lengths, *[1] * missing], device, prefixes)
         return ForwardRows(**values)
 
-    def forward(self, rows: ForwardRows, **options: Any) -> Tensor | dict[str, Tensor]:  # type: ignore[override]
+    def forward(self, rows: ForwardRows, **options: Any) -> Tensor | dict[str, Tensor]:
         """Hidden states (T', 1, H) for the next stage; on the last stage the outputs of a `TokenModel`."""
         stream = self.embedding(rows.input_ids, rows.position_ids) if self.pre_process else None
         assert rows.context is not None

@@ -187,7 +187,7 @@ def find_slices(gpt: TokenGPT, model: TokenModel) -> list[Slice]:
             stage = 0 if is_copy else ps.get_pipeline_model_parallel_rank()
             piece = found.setdefault(name, Slice(name, shapes[name], form, is_expert, [], stage))
             piece.parameters.append(parameter)
-            parameter.tensor_model_parallel = form.split is not None  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = form.split is not None
     everyones: list[Any] = [None] * dist.get_world_size()
     told = {name: (piece.stage, key_of(piece.form, forms), piece.is_expert) for name, piece in found.items()}
     dist.all_gather_object(everyones, told)
@@ -209,7 +209,7 @@ Reader = Callable[[Slice, Tensor, int], None]
 """Copies rows of a slice's Hugging Face tensor into a tensor of that many rows, from a first row on."""
 
 
-def load_slices(slices: list[Slice], read: Reader, set_values: Callable[[nn.Parameter, Tensor], None]) -> None:
+def load_slices(slices: list[Slice], read: Reader, set_values: Callable[[nn.Parameter, Tensor], object]) -> None:
     """Read this rank's parts, in order. read: is also called for slices of which this rank has nothing, with no rows.
 
     set_values: takes each parameter and its values in float32, when they are complete.

@@ -75,7 +75,7 @@ class McoreOptimizerConfig(FSDPOptimizerConfig):
     lr_wsd_decay_steps: InitVar[int | None] = None
     use_checkpoint_opt_param_scheduler: InitVar[bool] = False
 
-    def __post_init__(  # type: ignore[override]
+    def __post_init__(
         self,
         warmup_style: str | None,
         optimizer_impl: str | None,
