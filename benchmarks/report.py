@@ -336,10 +336,13 @@ def controller_table(results: Results) -> list[str]:
 
 
 def cluster_table(results: Results) -> list[str]:
-    lines = ["| ranks | step | controller | share | forming batches | serialisation | calls | sent, received | scoring, one core |"]
+    lines = [
+        "| ranks | step | controller | share | forming batches | serialisation | calls | sent, received | scoring, one core |"
+    ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for ranks in (8, 64, 256, 512, 1024):
         if (found := results.side("cluster", str(ranks))) is None:
+            lines.append(f"| {ranks:,} | not measured | | | | | | | |")
             continue
         seconds = (f"{found[key]:.1f} s" for key in ("form_s", "serialise_s", "calls_s"))
         share = f"{found['share']:.1%}, {found['share_with_scoring']:.1%} with scoring"

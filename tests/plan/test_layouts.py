@@ -39,7 +39,7 @@ def live_bytes() -> dict[int, int]:
     gc.collect()
     found: dict[int, int] = {}
     for value in gc.get_objects():
-        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.device.type != "cpu":
+        if not issubclass(type(value), Tensor) or isinstance(value, DTensor) or value.device.type != "cpu":
             continue
         for tensor in (value, value.grad if value.is_leaf else None):
             if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
@@ -50,7 +50,11 @@ def live_bytes() -> dict[int, int]:
 
 
 def measured(folder: Path, strategy: str, settings: dict[str, Any]) -> int:
-    """Bytes of the engine on this rank, with gradients, after its first optimizer step."""
+    """Bytes of the engine on this rank, with gradients, after its first optimizer step.
+
+    ZeRO 1 reduces gradients at the end of the backward pass; it is measured before that, with the activations of a micro-batch.
+    """
+    seen: list[int] = []
     before = live_bytes()
     config = HFModelConfig(path=str(folder), enable_gradient_checkpointing=False)
     optim = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
@@ -59,17 +63,22 @@ def measured(folder: Path, strategy: str, settings: dict[str, Any]) -> int:
     rows = random_batch(ROWS, seed=0).chunk(engine.dp_size)[engine.dp_rank]
 
     def loss_fn(outputs: dict[str, Tensor], part: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        if settings.get("zero_stage") == 1:
+            seen.append(engine_bytes())
         share = (outputs["log_probs"] * part["response_mask"]).sum() / 100
         return share, {"loss": share.detach()}
 
-    micro = MicroBatching(num_rows=2)
+    def engine_bytes() -> int:
+        return sum(size for place, size in live_bytes().items() if place not in before)
+
+    micro = MicroBatching(num_rows=1)
     engine.onload(optimizer=True, ahead=True)
     engine.forward_backward(rows, loss_fn, micro, temperature=1.0)
     engine.optimizer_step()
     engine.forward_backward(rows, loss_fn, micro, temperature=1.0)
-    found = sum(size for place, size in live_bytes().items() if place not in before)
+    seen.append(engine_bytes())
     engine.optimizer_step()
-    return found
+    return max(seen)
 
 
 def planned(folder: Path, world: int, strategy: str, settings: dict[str, Any]) -> float:

@@ -179,6 +179,12 @@ actor_rollout_ref:
       param_offload: true
       optimizer_offload: true
       grad_offload: true
+      override_transformer_config:
+        recompute_granularity: null
+        recompute_modules: [core_attn]
+        recompute_method: null
+        recompute_num_layers: null
+        attention_backend: flash
   rollout:
     name: embedded
     n: 2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.mini_batches import MiniBatches, call_balanced, lay_out, spread
+from lockstep.trainer.ppo.mini_batches import Balanced, MiniBatches, lay_out, spread
 from lockstep.workers.updates import mini_batches
 from tests.tiny import random_batch
 
@@ -186,7 +186,7 @@ def test_balanced_call_returns_rows_in_order(num_parts: int) -> None:
         seen.append(data)
         return Future(DataProto.from_dict(tensors={"out": data.tensors["row"] * 10}))
 
-    result = call_balanced(method, batch, num_parts)()
+    result = Balanced.over(batch, num_parts).call(method)()
     assert result.tensors["out"].tolist() == [10 * i for i in range(12)]
     sums = [int(part.tensors["attention_mask"].sum()) for part in seen[0].chunk(num_parts)]
     assert max(sums) - min(sums) <= int(batch.tensors["attention_mask"].sum(-1).max())
@@ -195,5 +195,5 @@ def test_balanced_call_returns_rows_in_order(num_parts: int) -> None:
 def test_call_with_indivisible_rows_keeps_its_order() -> None:
     """Dispatch pads at the end."""
     batch = batch_of(7)
-    result = call_balanced(lambda data: Future(data), batch, 2)()
+    result = Balanced.over(batch, 2).call(lambda data: Future(data))()
     assert result.tensors["row"].tolist() == list(range(7))

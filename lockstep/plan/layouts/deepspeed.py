@@ -9,11 +9,16 @@ from lockstep.plan.batch_units import BatchUnits
 from lockstep.plan.hardware import Device
 from lockstep.plan.layouts import layers
 from lockstep.plan.model import Model, Parts, Resident, TrainLayout, link
+from lockstep.plan.model_shape import ModelShape
 
 MASTER_BYTES = 4
 """Masters are float32 copies, also of weights that compute in float32."""
 BUCKET = 500_000_000
 """Gradients that are reduced together (`reduce_bucket_size`), from stage 1 on; stage 3 has no more of them than parameters."""
+
+
+WHOLE = 100_000
+"""Parameters with fewer entries stay whole at stage 3, beside their shards (`stage3_param_persistence_threshold`)."""
 
 
 class DeepSpeedLayout(TrainLayout):
@@ -28,7 +33,8 @@ class DeepSpeedLayout(TrainLayout):
         engine = self.config
         is_trained = model.num_trained > 0
         on_device = (is_active or not engine.param_offload) if not is_trained else not engine.param_offload
-        weights = on_device * model.compute * model.shape.parameters / self.shards
+        whole = _small_parameters(model.shape) if self.shards > 1 else 0
+        weights = on_device * model.compute * (model.shape.parameters / self.shards + whole)
         if not is_trained:
             return Resident(weights, 0.0)
         own = self.optimized(model)
@@ -82,3 +88,11 @@ class DeepSpeedLayout(TrainLayout):
         times = units.num_micro if self.config.zero_stage >= 2 else 1
         gathers += 0.0 if sharded else model.compute * size
         return (gathers + times * GRADIENT_BYTES * model.num_trained) / speed
+
+
+def _small_parameters(shape: ModelShape) -> int:
+    """Of all layers."""
+    queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
+    inner = shape.inner * shape.experts  # experts are one tensor
+    linear = [shape.width * size for size in (queries, keys, keys, queries, inner, inner, inner)]
+    return shape.layers * (shape.norm_parameters + sum(size for size in linear if size < WHOLE))

@@ -157,21 +157,34 @@ def _lengths_and_owners(batch: DataProto) -> tuple[list[int], list[int]]:
     return (prompts + responses).tolist(), prompt_owners(batch.tensors)
 
 
-def call_balanced(method: Callable[[DataProto], Any], batch: DataProto, num_parts: int) -> Callable[[], DataProto]:
-    """Start a row-wise worker call with tokens balanced over the ranks; returns a function that waits for the result.
+@dataclass(frozen=True)
+class Balanced:
+    """Rows in an order whose equal parts have similar numbers of tokens.
 
-    The result has the row order of `batch`.
+    order: the rows of the batch they are; None for the batch's own order.
     """
-    if num_parts == 1 or len(batch) % num_parts:
-        future = method(batch)
-        return lambda: future.get()
-    lengths, owners = _lengths_and_owners(batch)
-    parts = spread(lengths, num_parts, balance=True, owners=owners)
-    if len({len(part) for part in parts}) > 1:  # dispatch splits into equal parts
-        parts = get_seqlen_balanced_partitions(lengths, num_parts, equal_size=True)
-    order = np.concatenate(parts)
-    future = method(batch.select_idxs(order))
-    return lambda: future.get().select_idxs(np.argsort(order))
+
+    rows: DataProto
+    order: np.ndarray | None = None
+
+    @classmethod
+    def over(cls, batch: DataProto, num_parts: int) -> "Balanced":
+        if num_parts == 1 or len(batch) % num_parts:
+            return cls(batch)
+        lengths, owners = _lengths_and_owners(batch)
+        parts = spread(lengths, num_parts, balance=True, owners=owners)
+        if len({len(part) for part in parts}) > 1:  # dispatch splits into equal parts
+            parts = get_seqlen_balanced_partitions(lengths, num_parts, equal_size=True)
+        order = np.concatenate(parts)
+        return cls(batch.select_idxs(order), order)
+
+    def call(self, method: Callable[[DataProto], Any]) -> Callable[[], DataProto]:
+        """Start a row-wise worker call; returns a function that waits for the result, in the batch's own order."""
+        future = method(self.rows)
+        if self.order is None:
+            return lambda: future.get()
+        back = np.argsort(self.order)
+        return lambda: future.get().select_idxs(back)
 
 
 def clear_rows(rows: Batch, which: Tensor) -> None:

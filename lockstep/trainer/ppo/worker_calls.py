@@ -13,7 +13,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import names_of
 from lockstep.trainer.ppo import forks
-from lockstep.trainer.ppo.mini_batches import call_balanced, lay_out, loss_preparation, mini_batches_of
+from lockstep.trainer.ppo.mini_batches import Balanced, lay_out, loss_preparation, mini_batches_of
 from lockstep.utils.metrics import reduced_over_ranks
 from lockstep.utils.timing import marked_timer
 
@@ -50,6 +50,7 @@ def forward_passes(
     names = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
     routes = ["routed_experts"] if "routed_experts" in batch.tensors else []  # which only the actor reads
     waiting = {}
+    balanced: dict[int, Balanced] = {}  # by the number of data-parallel ranks
     for name, group in groups.items():
         if group is None:
             continue
@@ -57,7 +58,9 @@ def forward_passes(
         inputs = batch.select([*names, *(routes if mesh == "actor" else [])], [])
         with marked_timer(name, timing):
             num_ranks = group.mesh(mesh).dp_size if config.trainer.balance_batch else 1
-            waiting[name] = call_balanced(getattr(group, method), inputs, num_ranks)
+            if num_ranks not in balanced:
+                balanced[num_ranks] = Balanced.over(inputs, num_ranks)
+            waiting[name] = balanced[num_ranks].call(getattr(group, method))
     for name, outputs in waiting.items():
         with marked_timer(name, timing):
             batch = batch.union(outputs())

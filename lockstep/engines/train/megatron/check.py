@@ -136,8 +136,9 @@ def _tiny_model(hf: PretrainedConfig, kind: Kind, layout: Layout, *, tied: bool)
     for name, value in sizes.items():
         if hasattr(config, name):
             setattr(config, name, value)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+    for name in ("bos_token_id", "eos_token_id"):
         setattr(config, name, None)
+    config.pad_token_id = int(check_batch(config.vocab_size)["responses"][1, 0])  # its embedding gets no gradient
     torch.manual_seed(0)
     whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():

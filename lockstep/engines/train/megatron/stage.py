@@ -66,7 +66,8 @@ class Stage:
         body = transformer.get_decoder() if kind == "policy" else transformer
         tied = kind == "policy" and transformer.lm_head.weight is body.embed_tokens.weight
         with megatron_calls(settings.device):
-            self.gpt = TokenGPT(self.config, kind, hf.vocab_size, body.rotary_emb, tied=tied)
+            pad = body.embed_tokens.padding_idx
+            self.gpt = TokenGPT(self.config, kind, hf.vocab_size, body.rotary_emb, tied=tied, padding_idx=pad)
             self.slices = find_slices(self.gpt, model)
             self.module: nn.Module = self.gpt
             if settings.trained:
@@ -138,7 +139,7 @@ def _adapts(settings: StageSettings) -> bool:
     """Whether the number of layers that recompute follows the free memory: on a rank that computes alone, since recomputation
     repeats the collectives of a layer."""
     alone = settings.layout == Layout(1, 1, 0, 0)
-    chosen = any(name.startswith("recompute_") for name in settings.engine.override_transformer_config)
+    chosen = any(name.startswith("recompute_") for name in settings.engine.transformer_overrides)
     on_gpu = settings.device.type == "cuda"
     return settings.recompute and on_gpu and alone and not chosen and not settings.saves_memory
 
@@ -170,7 +171,7 @@ def _transformer_config(hf: Any, settings: StageSettings) -> TransformerConfig:
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if _adapts(settings):
         values |= {"recompute_method": "block", "recompute_num_layers": hf.num_hidden_layers}
-    overrides = engine.override_transformer_config
+    overrides = engine.transformer_overrides
     return families.transformer_config(values, overrides, f"{key}.override_transformer_config")
 
 
