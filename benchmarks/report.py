@@ -336,7 +336,9 @@ def controller_table(results: Results) -> list[str]:
 
 
 def cluster_table(results: Results) -> list[str]:
-    lines = ["| ranks | step | controller | share | forming batches | serialisation | calls | sent, received | scoring, one core |"]
+    lines = [
+        "| ranks | step | controller | share | forming batches | serialisation | calls | sent, received | scoring, one core |"
+    ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for ranks in (8, 64, 256, 512, 1024):
         if (found := results.side("cluster", str(ranks))) is None:
