@@ -8,6 +8,7 @@ each pair has its own samples. It simplifies: random weights, no update between 
 """
 
 import argparse
+import copy
 import random
 import tempfile
 from collections.abc import Sequence
@@ -21,8 +22,10 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.engines.rollout import GenerationRequest, SamplingParams
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
-from lockstep.engines.train import EngineModel, MicroBatching, create_train_engine
+from lockstep.engines.train import EngineModel, MicroBatching, TrainEngine, create_train_engine
+from lockstep.models.router_replay import RouteUse
 from lockstep.protocol import DataProto
+from lockstep.protocol.tokens import read
 from lockstep.utils.audit import GAP_METRIC, RolloutGap
 from lockstep.workers.rollout_batch import batch_of
 
@@ -80,13 +83,14 @@ def measure(folder: Path, rollout_dtype: str, dtype: str, device: torch.device, 
     )
     generator = trainer.rollout_module()
     with trainer.lend_weights(generator):
-        if rollout_dtype != dtype:
-            generator = generator.to(getattr(torch, rollout_dtype))
+        generator = copy.deepcopy(generator)  # the trainer keeps its own weights
+        for parameter in generator.parameters():
+            parameter.data = parameter.data.to(getattr(torch, rollout_dtype))
         engine = EmbeddedEngine(config, eos_token_ids=[], pad_token_id=0)
         engine.bind(generator)
         requests = _requests(num_prompts, length)
         batch = batch_of(requests, engine.generate(requests), config, pad_token_id=0)
-    free, replayed = (_gap(trainer, batch, use) for use in ("compare", "replay"))
+    free, replayed = _gap(trainer, batch, "compare"), _gap(trainer, batch, "replay")
     most = "training/rollout_probs_diff_max"
     return Row(
         rollout_dtype,
@@ -106,10 +110,10 @@ def _requests(num_prompts: int, length: int) -> list[GenerationRequest]:
     return [GenerationRequest(prompt, sampling, seed) for seed, prompt in enumerate(prompts)]
 
 
-def _gap(trainer: object, batch: DataProto, routes: str) -> dict[str, float]:
-    out = trainer.forward(batch.tensors, MicroBatching(max_tokens=4096), routes=routes)  # type: ignore[attr-defined]
+def _gap(trainer: TrainEngine, batch: DataProto, routes: RouteUse) -> dict[str, float]:
+    out = trainer.forward(batch.tensors, MicroBatching(max_tokens=4096), routes=routes)
     gap = RolloutGap()
-    rollout, mask = (batch.tensors.read(name) for name in ("rollout_log_probs", "response_mask"))
+    rollout, mask = (read(batch.tensors, name) for name in ("rollout_log_probs", "response_mask"))
     gap.add(rollout, out["log_probs"], mask, out["route_mismatch"])
     return gap.metrics(*gap.sums())
 
