@@ -61,7 +61,7 @@ test-megatron: setup
 	$(BIN)/pytest -m megatron $(PYTEST_ARGS) tests/engines/train tests/trainer
 
 test-deepspeed: $(DEEPSPEED_READY)
-	$(BIN)/pytest -m deepspeed $(PYTEST_ARGS) tests/engines/train tests/trainer
+	$(BIN)/pytest -m deepspeed $(PYTEST_ARGS) tests/engines/train tests/trainer tests/docs/test_commands.py
 
 # A source distribution, whose setup.py imports torch. DS_BUILD_OPS=0 builds none of its kernels.
 $(DEEPSPEED_READY): $(READY)

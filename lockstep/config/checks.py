@@ -25,7 +25,7 @@ from lockstep.config.reward import REWARD_MANAGERS
 from lockstep.config.roles import sections_of
 from lockstep.config.server_checks import servers
 from lockstep.config.sft import SupervisedConfig
-from lockstep.config.trainer import LOGGERS
+from lockstep.config.trainer import LOGGERS, TrainerConfig
 from lockstep.registry import find_registered, no_such_name
 from lockstep.utils.dataset_files import FORMS as DATA_FORMS, Use, locate_data
 from lockstep.utils.files import did_you_mean_path
@@ -290,5 +290,10 @@ def run_warnings(values: Values) -> Iterator[str]:
             "trainer.resume_from_path is used only with trainer.resume_mode=resume_path, "
             f"not {values['trainer.resume_mode']}"
         )
+    if values["trainer.default_hdfs_dir"] and values["trainer.save_freq"] == 0:
+        yield "trainer.default_hdfs_dir: nothing is copied, because trainer.save_freq=0 never saves"
+    wait_s = values["trainer.hdfs_wait_s"]
+    if wait_s != TrainerConfig.hdfs_wait_s and not values["trainer.default_hdfs_dir"]:
+        yield f"trainer.hdfs_wait_s={wait_s:g} has no effect: set trainer.default_hdfs_dir"
     if values["trainer.test_freq"] > 0 and not values["data.val_files"]:
         yield f"trainer.test_freq={values['trainer.test_freq']} without data.val_files: there is no validation data"

@@ -37,6 +37,12 @@ class McoreEngineConfig(TrainEngineConfig):
     """Fields of Megatron's TransformerConfig, such as recompute_granularity, recompute_method and recompute_num_layers."""
 
     @property
+    def transformer_overrides(self) -> dict[str, Any]:
+        """The entries of `override_transformer_config` that are set and have an effect: verl's files have null for most."""
+        entries = self.override_transformer_config.items()
+        return {name: value for name, value in entries if value is not None and name != "attention_backend"}
+
+    @property
     def ranks_per_row(self) -> int:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 

@@ -191,7 +191,7 @@ def _batches(values: Values, models: Collection[str]) -> Iterator[Problem]:
 _SIZES = ("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.placement", "resource_pool_spec")
 _POOL_SIZE_KEYS = (
     *(*_SIZES, "resource_pool_mapping", "reward_model.n", "ulysses_sequence_parallel_size", "fsdp_size"),
-    *(*SIZES, *EXPERT_SIZES),
+    *(f"megatron.{name}" for name in (*SIZES, *EXPERT_SIZES)),
 )
 """Parts of keys: a problem with one of them leaves the pool sizes unknown."""
 

@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lockstep.config.compat import NOT_SUPPORTED
-from lockstep.config.engines import SERVER_KINDS
+from lockstep.config.engines import SERVER_KINDS, ServerKind
 from lockstep.config.errors import Problem
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -24,17 +24,8 @@ def servers(values: Values, section: str, only_kind: str | None) -> Iterator[Pro
         return
     protocol = SERVER_KINDS.get(only_kind or kind)
     named = (f"{section}.name", name) if only_kind is not None else (f"{section}.server.kind", kind)
-    transfer = values[f"{section}.server.weight_transfer"]
-    if protocol is not None and protocol.transfers and transfer not in ("auto", *protocol.transfers):
-        forms = " or ".join(protocol.transfers)
-        message = f"servers of kind {only_kind or kind} take weights by {forms}; set one of these, or auto"
-        yield Problem(f"{section}.server.weight_transfer", transfer, message, also=(named[0],))
-    title, lacks = (protocol.title, protocol.lacks) if protocol is not None else ("", ())
-    for key, only in lacks:
-        for place in (f"{section}.{key}", f"{section}.val_kwargs.{key}"):
-            if values.get(place, only) != only:
-                message = f"{title} has no such setting; set {str(only).lower()}"
-                yield Problem(place, values[place], message, also=(named[0],))
+    if protocol is not None:
+        yield from _limits(values, section, only_kind or kind, protocol, named[0])
     if values[f"{section}.server.reload_command"] is not None:
         yield from _reload_command(values, section)
         return
@@ -45,6 +36,20 @@ def servers(values: Values, section: str, only_kind: str | None) -> Iterator[Pro
             f"new weights, start vLLM or SGLang, or train nothing ({_ACTOR}.optim.lr=0, trainer.val_only=true)"
         )
         yield Problem(*named, message, also=(f"{section}.name", f"{section}.server.kind"))
+
+
+def _limits(values: Values, section: str, kind: str, protocol: ServerKind, named: str) -> Iterator[Problem]:
+    """What the protocol lacks. named: the key that selects it."""
+    transfer = values[f"{section}.server.weight_transfer"]
+    if protocol.transfers and transfer not in ("auto", *protocol.transfers):
+        forms = " or ".join(protocol.transfers)
+        message = f"servers of kind {kind} take weights by {forms}; set one of these, or auto"
+        yield Problem(f"{section}.server.weight_transfer", transfer, message, also=(named,))
+    for key, only in protocol.lacks:
+        for place in (f"{section}.{key}", f"{section}.val_kwargs.{key}"):
+            if values.get(place, only) != only:
+                message = f"{protocol.title} has no such setting; set {str(only).lower()}"
+                yield Problem(place, values[place], message, also=(named,))
 
 
 def _urls(values: Values, section: str) -> Iterator[Problem]:

@@ -234,6 +234,11 @@ def test_mistyped_key_is_reported_once(minimal: list[str]) -> None:
         ([f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=false"], "the 4 samples of a prompt will be identical"),
         ([f"{ROLLOUT}.response_length=64"], "response_length=64 differs from data.max_response_length=512"),
         (["trainer.resume_from_path=x"], "is used only with trainer.resume_mode=resume_path, not auto"),
+        (["trainer.hdfs_wait_s=10"], "trainer.hdfs_wait_s=10 has no effect: set trainer.default_hdfs_dir"),
+        (
+            ["trainer.default_hdfs_dir=s3://b/x", "trainer.save_freq=0"],
+            "nothing is copied, because trainer.save_freq=0",
+        ),
         (["trainer.test_freq=5"], "trainer.test_freq=5 without data.val_files"),
         ([f"{ACTOR}.kl_loss_coef=0.1"], f"{ACTOR}.kl_loss_coef=0.1 has no effect: {ACTOR}.use_kl_loss is false"),
         (["algorithm.adv_estimator=grpo", "algorithm.gamma=0.9"], "algorithm.gamma=0.9 has no effect: grpo does not"),

@@ -26,11 +26,6 @@ from tests.config.config_reads import fields_read
 READ_ELSEWHERE = {
     "actor_rollout_ref.ref.enable": "false makes a KL term an error (config/ppo_checks.py)",
     "ulysses_sequence_parallel_size": "`ranks_per_row` reads it from any section",
-    **dict.fromkeys(
-        ("grad_offload", "use_distributed_optimizer", "override_ddp_config", "override_transformer_config"),
-        "engines/train/megatron",
-    ),
-    **dict.fromkeys(("zero_stage", "config_path"), "engines/train/deepspeed.py"),
 }
 """Field, or key, that `fields_read` cannot see."""
 OF_ONE_SECTION = {

@@ -38,7 +38,7 @@ from lockstep.trainer.main_ppo import main
 from tests.hub import use_hub, write_cache
 from tests.judge_server import serve, verdict
 from tests.programs import run_python
-from tests.tiny import save_tiny_model, write_rows
+from tests.tiny import save_tiny_model, save_tiny_moe, write_rows
 
 if TYPE_CHECKING:
     from tests.shared_processes import SharedProcesses
@@ -122,6 +122,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, judge_url: str) -> dict[str
         "s3://bucket": fill_bucket(folder),
         "run.yaml": str(folder / "run.yaml"),
         "$MODEL": str(folder / "model"),
+        "$MOE": str(save_tiny_moe(folder / "moe")),
         "$DATA": str(folder),
         "$RUN": str(folder),
         "$RAW": str(folder),
@@ -192,13 +193,16 @@ def variables(places: dict[str, str]) -> dict[str, str]:
     return {name.removeprefix("$"): place for name, place in places.items() if name.startswith("$")}
 
 
+def marks_of(page: str) -> list[pytest.MarkDecorator]:
+    if page == "deepspeed.md":
+        return [pytest.mark.deepspeed]
+    return [] if page in QUICK_PAGES else [pytest.mark.slow]
+
+
 @pytest.mark.usefixtures("no_registrations")
 @pytest.mark.parametrize(
     ("page", "command"),
-    [
-        pytest.param(page, line, id=f"{page}-{i}", marks=[] if page in QUICK_PAGES else pytest.mark.slow)
-        for i, (page, line) in enumerate(TRAINING)
-    ],
+    [pytest.param(page, line, id=f"{page}-{i}", marks=marks_of(page)) for i, (page, line) in enumerate(TRAINING)],
 )
 def test_training_commands_train(
     page: str, command: str, places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -332,8 +336,10 @@ def test_commands_for_many_workers_compose(
     assert config is not None and controller_of(config) == "ray"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ONE_A_PAGE.values(), ids=ONE_A_PAGE)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(line, id=page, marks=[pytest.mark.slow, *marks_of(page)]) for page, line in ONE_A_PAGE.items()],
+)
 def test_one_command_per_page_trains_on_ray(
     command: str,
     places: dict[str, str],

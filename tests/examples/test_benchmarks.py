@@ -29,3 +29,17 @@ def test_requests_of_both_modes_give_the_same_samples(
     monkeypatch.setattr("sys.argv", ["async_rollout.py", *arguments.split()])
     assert runpy.run_path(str(BENCHMARKS / "async_rollout.py"))["main"]() == 0
     assert re.search(r"4 responses of .*\nsync   median .*\nasync  median ", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_replay_leaves_no_gap_in_float32(capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(BENCHMARKS / "router_replay.py"))["main"]
+    assert main(["--layers", "2", "--experts", "8", "--top-k", "2", "--prompts", "4", "--tokens", "8"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("rollout ")]
+    found = [dict(re.findall(r"(\w+) ([\w.+-]+)", line)) for line in lines]
+    assert [(row["rollout"], row["trainer"]) for row in found] == [
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("bfloat16", "float32"),
+    ]
+    assert float(found[0]["replayed"]) < 1e-5

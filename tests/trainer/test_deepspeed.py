@@ -61,6 +61,12 @@ def test_two_processes_train_as_fsdp_in_one(runs: Runs, settings: list[str], sta
     assert_equal(runs(*settings, *zero(stage)), runs(*settings, *LENGTH), STEPS)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_two_processes_decode_with_one_copy_of_the_weights(runs: Runs, stage: int) -> None:
+    split = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    assert_equal(runs(*zero(stage), split), runs(*LENGTH), STEPS)
+
+
 @pytest.mark.parametrize(("before", "after"), [(3, 3), (3, 1), (2, None), (None, 2)])
 def test_a_run_resumes_at_another_stage_or_engine(runs: Runs, before: int | None, after: int | None) -> None:
     settings: dict[int | None, list[str]] = {None: LENGTH} | {stage: zero(stage) for stage in (1, 2, 3)}

@@ -60,6 +60,7 @@ LAYOUTS = {
     "4-tp-dp": [*workers(4), *megatron(tp=2)],
     "4-pp-dp": [*workers(4), *megatron(pp=2)],
     "4-tp-pp": [*workers(4), *megatron(tp=2, pp=2), *DYNAMIC],
+    "4-pp-rollout-over-ranks": [*workers(4), *megatron(pp=2), f"{ROLLOUT}.tensor_model_parallel_size=2"],
     "4-hybrid": [*workers(4, "hybrid"), *megatron(tp=2), "critic.megatron.tensor_model_parallel_size=1"],
 }
 """The last has the actor and the critic in pools of two, with different layouts."""
@@ -179,6 +180,12 @@ actor_rollout_ref:
       param_offload: true
       optimizer_offload: true
       grad_offload: true
+      override_transformer_config:
+        recompute_granularity: null
+        recompute_modules: [core_attn]
+        recompute_method: null
+        recompute_num_layers: null
+        attention_backend: flash
   rollout:
     name: embedded
     n: 2

@@ -22,6 +22,10 @@ from lockstep.verl.workers.config import (
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
+    McoreActorConfig,
+    McoreCriticConfig,
+    McoreEngineConfig,
+    McoreOptimizerConfig,
     RolloutConfig,
 )
 from lockstep.verl.workers.config.actor import PolicyLossConfig
@@ -142,6 +146,19 @@ def test_the_optimizers_implementation() -> None:
     with pytest.raises(ValueError, match=r"fsdp_config\.strategy=megatron: must be one of fsdp, fsdp2"):
         FSDPEngineConfig(strategy="megatron")
     assert FSDPEngineConfig(strategy="fsdp2", wrap_policy={"min_num_params": 0}).wrap_policy.get("min_num_params") == 0  # type: ignore[arg-type, attr-defined]
+
+
+def test_sections_of_megatron() -> None:
+    engine = McoreEngineConfig(tensor_model_parallel_size=2, use_mbridge=True, dist_checkpointing_path=None)
+    actor = McoreActorConfig(megatron=engine, load_weight=True)
+    assert actor.strategy == "megatron" and actor.engine["tensor_model_parallel_size"] == 2
+    assert McoreCriticConfig().strategy == "megatron" and McoreCriticConfig().megatron.tensor_model_parallel_size == 1
+    with pytest.raises(ValueError, match=r"megatron\.strategy=fsdp: must be megatron"):
+        McoreEngineConfig(strategy="fsdp")
+    optim = McoreOptimizerConfig(optimizer="adam", lr=1e-3, lr_decay_style="cosine", lr_decay_steps=10, min_lr=1e-4)  # type: ignore[arg-type]
+    assert (optim.optimizer, optim.lr_scheduler_type, optim.total_training_steps) == ("AdamW", "cosine", 10)
+    with pytest.raises(ValueError, match=r"optim\.lr_wsd_decay_steps=3: must be None"):
+        McoreOptimizerConfig(lr_wsd_decay_steps=3)
 
 
 def test_a_programs_policy_loss_reads_its_config_like_a_mapping() -> None:

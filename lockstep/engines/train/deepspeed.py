@@ -38,6 +38,7 @@ from lockstep.models.loading import resolve_dtype
 from lockstep.models.lora_identity import check_identity
 from lockstep.models.packed_weights import in_packed_order, pack_weights
 from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights
+from lockstep.models.split_weights import split_of
 from lockstep.models.token_models import ScalarModel, TokenModel
 from lockstep.models.weight_source import WeightSource
 from lockstep.utils.distributed import current_rank, init_single_process_group
@@ -219,7 +220,7 @@ class DeepSpeedEngine(TokenEngine):
     def lend_weights(self, module: PreTrainedModel) -> Iterator[None]:
         self.onload()
         try:
-            if self.stage == 3:
+            if self.stage == 3 or split_of(module) is not None:
                 copy_gathered(module, self._whole_parameters(), self.model.transformer)
             else:
                 share_weights(module, self.model.transformer)

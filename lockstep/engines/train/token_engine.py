@@ -93,7 +93,7 @@ class TokenEngine(TrainEngine):
         with torch.no_grad():
             for rows in self._partitions(batch, micro):
                 order += rows
-                on_device = self._rows(_taken(batch, rows), with_places=options.get("routes") == "record")
+                on_device = self._rows(taken_rows(batch, rows), with_places=options.get("routes") == "record")
                 out = self.compute(on_device, **options)
                 # routes are many times larger than other results
                 pieces.append({k: v.cpu() if k == "routed_experts" else v for k, v in out.items()})
@@ -111,7 +111,7 @@ class TokenEngine(TrainEngine):
         parts = self._partitions(batch, micro)
         for number, rows in enumerate(parts, start=1):
             count(number, len(parts), "micro-batches")
-            part = _taken(batch, rows)
+            part = taken_rows(batch, rows)
             rows_on_device = self._rows(part)
             columns = self._loss_columns(part)  # before the forward: a copy after it would wait for its end
             if self.checkpointing is not None:
@@ -227,13 +227,17 @@ class TokenEngine(TrainEngine):
         columns = tensors_of(batch.exclude("prompts", "input_ids", "attention_mask", "position_ids", "routed_experts"))
         return TensorDict({k: to_device(v, self.device) for k, v in columns.items()}, batch_size=batch.batch_size)
 
-    def _rows(self, batch: TensorDict, *, with_places: bool = False) -> ForwardRows:
+    def _check_length(self, batch: TensorDict) -> None:
+        """ValueError if a sequence is longer than the model can compute."""
         longest = int(batch["position_ids"].max()) + 1
         if self._max_length is not None and longest > self._max_length:
             raise ValueError(
                 f"a sequence has {longest} tokens, but the rotary frequencies of {self.model.hf_config.model_type} change "
                 f"beyond {self._max_length}; shorten data.max_prompt_length or data.max_response_length"
             )
+
+    def _rows(self, batch: TensorDict, *, with_places: bool = False) -> ForwardRows:
+        self._check_length(batch)
         return forward_rows(batch, self.device, self.layout, self.sequence, with_places=with_places)
 
 
@@ -243,7 +247,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat([F.pad(p, (0, 0, 0, 0, 0, width - p.shape[1]), value=FREE) if p.ndim == 4 else p for p in parts])
 
 
-def _taken(batch: Batch, rows: list[int]) -> TensorDict:
+def taken_rows(batch: Batch, rows: list[int]) -> TensorDict:
     """These rows of the batch, padded; those of a padded batch are not copied where they follow each other."""
     start, end = rows[0], rows[-1] + 1
     part: Any = (

@@ -58,6 +58,19 @@ def test_recorded_experts_are_those_of_transformers(kind: str, case: str, device
     check(model, requests, completions)
 
 
+@pytest.mark.gpu
+def test_experts_are_recorded_inside_of_cuda_graphs() -> None:
+    model = tiny_model("qwen3_moe", device_or_skip("cuda")).eval()
+    model.set_experts_implementation("batched_mm")  # others synchronise in float32
+    engine = embedded(model, enable_rollout_routing_replay=True)
+    for _ in range(2):
+        requests = mixed_requests()
+        check(model, requests, engine.generate(requests))
+        engine.sleep()  # the cache moves, the graphs stay
+    decoder: Any = engine.step_loop._decoder  # type: ignore[union-attr]
+    assert decoder.graphs.use_graphs and decoder.graphs._graphs
+
+
 def generate_on_ranks(kind: str, size: int) -> list[Completion]:
     engine = embedded(tiny_model(kind), enable_rollout_routing_replay=True, tensor_model_parallel_size=size)
     return engine.generate(mixed_requests())

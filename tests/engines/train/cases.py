@@ -114,7 +114,7 @@ def build_engine(folder: Path, case: Case, *, trained: bool = True, router_key: 
             HFModelConfig(path=str(folder), enable_gradient_checkpointing=case.checkpointing),
             "actor_rollout_ref.model",
             "policy" if case.kind == "policy" else "value",
-            McoreEngineConfig(seed=3, **case.megatron),
+            McoreEngineConfig(seed=3, dtype=str(case.compute).removeprefix("torch."), **case.megatron),
             optim=OPTIM if trained else None,
             clip_grad=CLIP_GRAD,
         )

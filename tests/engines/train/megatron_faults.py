@@ -79,3 +79,15 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "attention across rows": _attention_across_rows,
     "norm without the mark of sequence parallelism": _norm_without_mark,
 }
+
+
+def refusal_beside(folder: Path, first: Case, second: Case) -> str:
+    """What opening `second` says while an engine of `first` is in use in the same processes."""
+    engine = build_engine(folder, first)
+    try:
+        build_engine(folder, second)
+    except ValueError as error:
+        return str(error)
+    finally:
+        del engine
+    return ""

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import socket
 import traceback
 from collections.abc import Callable
@@ -87,6 +88,10 @@ def _serve(pipe: Connection, rank: int, world_size: int, port: int, device: str)
         try:
             pipe.send((function(*args), None, ""))
         except Exception as error:  # noqa: BLE001 - it is raised again in the test
+            try:
+                pickle.dumps(error)
+            except Exception:  # noqa: BLE001 - such as errors of Triton
+                error = RuntimeError(f"{type(error).__name__}: {error}")
             pipe.send((None, error, traceback.format_exc()))
 
 

@@ -18,7 +18,7 @@ from tests.engines.train.cases import CLIP_GRAD, CPU, NUM_REAL, OPTIM, TEMPERATU
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
 PLUGIN = Path(__file__).parents[3] / "examples" / "plugins" / "training_engine.py"
-ENGINES = ["fsdp", "megatron", f"{PLUGIN}:PlainEngine", "deepspeed"]
+ENGINES = ["fsdp", "megatron", f"{PLUGIN}:PlainEngine", pytest.param("deepspeed", marks=pytest.mark.deepspeed)]
 SETTINGS = {"megatron": McoreEngineConfig(seed=3), "deepspeed": DeepSpeedEngineConfig(seed=3)}
 SPLITS = [MicroBatching(), MicroBatching(num_rows=2), MicroBatching(max_tokens=24)]
 

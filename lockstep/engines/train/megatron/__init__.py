@@ -8,9 +8,8 @@ import warnings
 
 logging.getLogger("megatron").setLevel(logging.WARNING)  # otherwise it lists every parameter
 
-warnings.filterwarnings(
-    "ignore", message=".*torch.distributed.*_tensor` is deprecated", category=FutureWarning
-)  # its calls
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")  # advice on speed, for every layer
+warnings.filterwarnings("ignore", message=".*torch.distributed.*_tensor` is deprecated")  # how it calls torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it recommends packages that are not used here

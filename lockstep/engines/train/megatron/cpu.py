@@ -1,4 +1,4 @@
-"""What megatron-core lacks: the names that it takes from TransformerEngine, and a CPU mode.
+"""What megatron-core lacks: the names that it takes from TransformerEngine, a CPU mode, and ranks that share a GPU over gloo.
 
 megatron-core 0.16 names the CUDA device in many places and has no CPU mode. `megatron_calls` surrounds every call into it; outside
 of it torch is unchanged, so that other engines of the process are not affected.
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from torch.overrides import TorchFunctionMode
 
@@ -43,7 +44,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _gather_unequal(parts: list[torch.Tensor], own: torch.Tensor, group: Any) -> None:
+def _gather_unequal(parts: list[torch.Tensor], own: torch.Tensor, group: Any, **unused: object) -> None:
     """all_gather of tensors of different sizes, which gloo refuses."""
     for rank, part in enumerate(parts):
         if rank == group.rank():
@@ -51,7 +52,7 @@ def _gather_unequal(parts: list[torch.Tensor], own: torch.Tensor, group: Any) ->
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
 
 
-def _reduce_scatter_unequal(own: torch.Tensor, parts: list[torch.Tensor], group: Any) -> None:
+def _reduce_scatter_unequal(own: torch.Tensor, parts: list[torch.Tensor], group: Any, **unused: object) -> None:
     for rank, part in enumerate(parts):
         total = part.clone()
         dist.all_reduce(total, group=group)
@@ -87,8 +88,10 @@ _depth = 0
 
 @contextlib.contextmanager
 def megatron_calls(device: torch.device) -> Iterator[None]:
-    """Call megatron-core inside. No-op on CUDA."""
+    """Call megatron-core inside."""
     global _depth
+    if device.type == "cuda" and "cuda:gloo" in dist.get_backend_config():
+        param_and_grad_buffer._coalescing_manager = _one_by_one
     if device.type != "cpu" or _depth:
         yield
         return
@@ -104,6 +107,12 @@ def megatron_calls(device: torch.device) -> Iterator[None]:
         _depth -= 1
         for name, value in before.items():
             setattr(torch.cuda, name, value)
+
+
+@contextlib.contextmanager
+def _one_by_one(*args: object, **options: object) -> Iterator[None]:
+    """Collectives inside run as they are called: gloo cannot join those of CUDA tensors."""
+    yield
 
 
 def _on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -19,7 +19,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.distributed import DistributedDataParallel
 from tensordict import TensorDict
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from lockstep.config.engines import TRAIN_ENGINES
 from lockstep.config.megatron import McoreEngineConfig
@@ -35,25 +35,20 @@ from lockstep.engines.train.megatron.optimizer import Masters
 from lockstep.engines.train.megatron.stage import Outputs, Stage, StageSettings
 from lockstep.engines.train.megatron.weights import from_model, load_slices
 from lockstep.engines.train.state import load_extra, save_extra
+from lockstep.engines.train.token_engine import TokenEngine, taken_rows
 from lockstep.engines.train.token_module import open_token_model
-from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching, TrainEngine
-from lockstep.models.export import save_policy, save_scalar_model
+from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.model_check import check_batch, refuse_errors
-from lockstep.models.rope import rope_limit
-from lockstep.models.shared_weights import copy_gathered, release_weights, rollout_module
-from lockstep.models.token_models import ScalarModel
-from lockstep.protocol.columns import Batch, tensors_of
-from lockstep.protocol.ragged import is_ragged
-from lockstep.protocol.tokens import lengths_of, prompt_owners
-from lockstep.utils.device import to_device
+from lockstep.models.shared_weights import copy_gathered, release_weights
+from lockstep.models.token_models import TokenModel
+from lockstep.protocol.columns import Batch
 from lockstep.utils.host import prepare_cpu_for
 from lockstep.utils.progress import count, phase
-from lockstep.utils.seqlen import agreed_runs
 from lockstep.utils.spans import spanned
 
 
-class MegatronEngine(TrainEngine):
+class MegatronEngine(TokenEngine):
     """model: the transformers model with its head, without memory for parameters.
 
     stage:   this rank's part of it.
@@ -65,18 +60,17 @@ class MegatronEngine(TrainEngine):
     def __init__(self, spec: EngineModel, device: torch.device) -> None:
         assert isinstance(spec.engine, McoreEngineConfig)
         self.config = spec.engine
-        self.device = device
         self.dtype = _compute_dtype(spec, device)
-        self.model, source = open_token_model(spec, device)
+        model, source = open_token_model(spec, device)
+        super().__init__(model, device=device, packed=True)
         hf: Any = self.model.hf_config
         key = _section(spec)
         layout = parallel.layout_of(spec.engine, key, families.num_experts(hf, families.family_of(hf, spec.key)))
         parallel.join(layout, self, key, device)
-        self.world_size = dist.get_world_size()
         self.dp_size = ps.get_data_parallel_world_size()
         self.dp_rank = ps.get_data_parallel_rank()
         self.group_rank = ps.get_tensor_model_parallel_rank() + layout.tp * ps.get_pipeline_model_parallel_rank()
-        self._limits = [limit for limit in (rope_limit(self.model), families.window_of(hf)) if limit is not None]
+        self._window = families.window_of(hf)
         if device.type == "cpu":
             prepare_cpu_for(sum(parameter.numel() for parameter in self.model.parameters()))
         settings = StageSettings(
@@ -88,10 +82,13 @@ class MegatronEngine(TrainEngine):
             trained=spec.optim is not None,
             sharded=self.config.use_distributed_optimizer,
             recompute=spec.config.enable_gradient_checkpointing and spec.optim is not None,
+            saves_memory=self.config.param_offload or self.config.optimizer_offload,
         )
         self.stage = Stage(self.model, spec.kind, settings)
         self.masters: Masters | None = None
-        if spec.optim is not None:
+        if spec.optim is None:
+            model.requires_grad_(False)
+        else:
             self._prepare_training(spec, spec.optim)
         load_slices(self.stage.slices, from_model(self.model, source), self._set_weights)
         source.close()
@@ -121,6 +118,7 @@ class MegatronEngine(TrainEngine):
         self._loss_scale = LossScale(enabled=False)
 
     def _check_weights(self) -> None:
+        """Compare log-probs or values of a few random rows with transformers' own eager forward."""
         batch = check_batch(self.model.hf_config.vocab_size)
         outputs = self.forward(batch, MicroBatching())
         check_weights(outputs, batch, self.model, self._computing_weights(), self.dtype)
@@ -162,6 +160,12 @@ class MegatronEngine(TrainEngine):
         names = self._names_on_all_ranks(sorted(own))
         return dict(zip(names, self.global_sum(*(own.get(name, 0.0) for name in names))))
 
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        raise NotImplementedError("megatron's schedule runs forward and backward passes")
+
+    def _checked_models(self) -> list[tuple[TokenModel, torch.dtype]]:
+        return []  # `check.py` compares what is spread over ranks
+
     @property
     def _ddp(self) -> Any:
         """megatron's wrapper of a model that is trained."""
@@ -171,8 +175,8 @@ class MegatronEngine(TrainEngine):
     def _micro_batches(self, batch: Batch, parts: list[list[int]]) -> Iterator[TensorDict]:
         for number, rows in enumerate(parts, start=1):
             count(number, len(parts), "micro-batches")
-            part = _taken(batch, rows)
-            self._check_lengths(part)
+            part = taken_rows(batch, rows)
+            self._check_length(part)
             yield part
 
     @spanned
@@ -186,40 +190,20 @@ class MegatronEngine(TrainEngine):
                 self.masters.step(norm, self.learning_rate)
                 self._rate._opt_called = True  # type: ignore[attr-defined]  # otherwise the schedule warns
             finally:
-                self.masters.clear_gradients()
-                self._ddp.zero_grad_buffer()
+                self.masters.clear_gradients()  # megatron's buffers are cleared before the next gradient
         return norm
-
-    def schedule_step(self) -> None:
-        self.schedule.step()
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.schedule.get_last_lr()[0])
-
-    def global_sum(self, *values: float) -> tuple[float, ...]:
-        if self.dp_size == 1 or not values:
-            return values
-        total = torch.tensor(values, dtype=torch.float64)  # on the host, where the values are
-        if self.group_rank:
-            total.zero_()  # these rows are counted by the first of the ranks that share them
-        dist.all_reduce(total)
-        return tuple(total.tolist())
-
-    def rollout_module(self) -> PreTrainedModel:
-        return rollout_module(self.model.transformer)
 
     @contextmanager
     def lend_weights(self, module: PreTrainedModel) -> Iterator[None]:
         self.onload()
+        named = ((self.model.hf_name(name), tensor) for name, tensor in self._computing_weights())
+        copy_gathered(module, named, self.model.transformer)
+        self.offload()  # the rollout has its own copy
         try:
-            named = ((self.model.hf_name(name), tensor) for name, tensor in self._computing_weights())
-            copy_gathered(module, named, self.model.transformer)
             yield
         finally:
             if self.config.param_offload and self.device.type != "cpu":
                 release_weights(module)
-            self.offload()
 
     def adapters_off(self) -> AbstractContextManager[None]:
         return nullcontext()  # it trains none
@@ -245,14 +229,6 @@ class MegatronEngine(TrainEngine):
         """Whole parameters by their name in `model`, in the dtype that computes. Collective."""
         for piece in self.stage.slices:
             yield piece.name, piece.gathered(lambda parameter: parameter.detach(), self.dtype, self.device)
-
-    def merged_weights(self) -> Generator[tuple[str, Tensor]]:
-        yield from self.weights()
-
-    def weight_shapes(self, *, merged: bool) -> list[tuple[str, tuple[int, ...]]]:
-        if not merged and self.masters is None:
-            return []
-        return [(self.model.hf_name(piece.name), piece.shape) for piece in self.stage.slices]
 
     def _set_weights(self, parameter: nn.Parameter, values: Tensor) -> None:
         if self.masters is None:
@@ -298,48 +274,15 @@ class MegatronEngine(TrainEngine):
         if "extra" in contents:
             load_extra(folder, self.schedule, self._loss_scale)
 
-    def saved_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """`weights`, then the buffers that a Hugging Face folder contains."""
-        yield from self.weights()
-        saved = self.model.state_dict()
-        for name, buffer in self.model.named_buffers():
-            if name in saved:
-                yield self.model.hf_name(name), buffer
-
-    def export(self, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-        save = save_scalar_model if isinstance(self.model, ScalarModel) else save_policy
-        save(self.model.transformer, self.saved_weights(), tokenizer, folder / "huggingface")
-
-    def _partitions(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
-        """Rows of each micro-batch, as many of them on every rank."""
-        if micro.max_tokens is not None:
-            group = dist.group.WORLD if self.world_size > 1 else None
-            before, own = (lengths.tolist() for lengths in lengths_of(batch))
-            return agreed_runs(own, before, prompt_owners(batch), micro.max_tokens, group, micro.group_size)
-        size = micro.num_rows or len(batch)
-        return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
-
-    def _check_lengths(self, batch: TensorDict) -> None:
+    def _check_length(self, batch: TensorDict) -> None:
+        super()._check_length(batch)
         longest = int(batch["position_ids"].max()) + 1
-        if self._limits and longest > min(self._limits):
+        if self._window is not None and longest > self._window:
             raise ValueError(
-                f"a sequence has {longest} tokens, but {self.model.hf_config.model_type} has a sliding window or other rotary "
-                f"frequencies beyond {min(self._limits)}; shorten data.max_prompt_length or data.max_response_length, or set "
+                f"a sequence has {longest} tokens, but {self.model.hf_config.model_type} has a sliding window of {self._window}, "
+                "which strategy=megatron does not compute; shorten data.max_prompt_length or data.max_response_length, or set "
                 "strategy=fsdp"
             )
-
-    def _loss_columns(self, batch: TensorDict) -> TensorDict:
-        """The rows on the device, without the tokens that only the forward reads."""
-        columns = tensors_of(batch.exclude("prompts", "input_ids", "attention_mask", "position_ids"))
-        return TensorDict({k: to_device(v, self.device) for k, v in columns.items()}, batch_size=batch.batch_size)
-
-    def _names_on_all_ranks(self, own: list[str]) -> list[str]:
-        """Metrics that any rank has: one with nothing but padding may have fewer."""
-        if self.dp_size == 1:
-            return own
-        everyones: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyones, own)
-        return sorted(set().union(*everyones))
 
     def _from_last_stage(self, values: Tensor) -> Tensor:
         """A host tensor of the last pipeline stage, on all of them."""
@@ -361,9 +304,8 @@ class MegatronEngine(TrainEngine):
 def _section(spec: EngineModel) -> str:
     """The config section of the engine, for messages: that of the role, without its model."""
     role = spec.key.removesuffix(".model")
-    role = {"actor_rollout_ref": "actor_rollout_ref.actor" if spec.optim is not None else "actor_rollout_ref.ref"}.get(
-        role, role
-    )
+    if role == "actor_rollout_ref":
+        role = f"{role}.actor" if spec.optim is not None else f"{role}.ref"
     return f"{role}.megatron"
 
 
@@ -393,12 +335,3 @@ def _drop_parameters(model: nn.Module) -> None:
             if parameter is not None and not parameter.is_meta:
                 empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
                 module._parameters[name] = dropped.setdefault(parameter, empty)
-
-
-def _taken(batch: Batch, rows: list[int]) -> TensorDict:
-    """These rows of the batch, padded; those of a padded batch are not copied if they follow each other."""
-    start, end = rows[0], rows[-1] + 1
-    part: Any = (
-        batch[rows] if rows != list(range(start, end)) else batch if len(rows) == len(batch) else batch[start:end]
-    )
-    return part.to_tensordict() if is_ragged(part) else part

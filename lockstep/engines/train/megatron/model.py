@@ -32,11 +32,19 @@ Kind = Literal["policy", "value", "reward"]
 class TokenGPT(GPTModel):
     """rotary: the module of transformers that computes cos and sin of positions.
 
-    vocab_size: of the Hugging Face model; the weights here are padded to a multiple of the tensor-parallel ranks.
+    vocab_size:  of the Hugging Face model; the weights here are padded to a multiple of the tensor-parallel ranks.
+    padding_idx: the token whose embedding gets no gradient from where it is read, as in transformers.
     """
 
     def __init__(
-        self, config: TransformerConfig, kind: Kind, vocab_size: int, rotary: nn.Module, *, tied: bool
+        self,
+        config: TransformerConfig,
+        kind: Kind,
+        vocab_size: int,
+        rotary: nn.Module,
+        *,
+        tied: bool,
+        padding_idx: int | None,
     ) -> None:
         ranks = config.tensor_model_parallel_size
         is_policy = kind == "policy"
@@ -51,6 +59,7 @@ class TokenGPT(GPTModel):
             position_embedding_type="none",
         )
         self.real_vocab_size = vocab_size
+        self.padding_idx = padding_idx
         self.score: nn.Linear | None = None
         if self.post_process and not is_policy:
             device = next(self.parameters()).device
@@ -75,7 +84,7 @@ class TokenGPT(GPTModel):
 
     def forward(self, rows: ForwardRows, **options: Any) -> Tensor | dict[str, Tensor]:
         """Hidden states (T', 1, H) for the next stage; on the last stage the outputs of a `TokenModel`."""
-        stream = self.embedding(rows.input_ids, rows.position_ids) if self.pre_process else None
+        stream = self._embedded(rows) if self.pre_process else None
         assert rows.context is not None
         like = torch.empty(0, dtype=self.config.params_dtype, device=rows.input_ids.device)
         cos, sin = self._rotary[0](like, rows.position_ids)
@@ -87,6 +96,16 @@ class TokenGPT(GPTModel):
         if self.score is not None:
             return self._scalars(hidden, rows, **options)
         return self._log_probs(hidden, rows, **options)
+
+    def _embedded(self, rows: ForwardRows) -> Tensor:
+        """(T', 1, H)"""
+        stream: Tensor = self.embedding(rows.input_ids, rows.position_ids)
+        if self.padding_idx is None or not stream.requires_grad:
+            return stream
+        is_pad = rows.input_ids[0] == self.padding_idx
+        if self.config.sequence_parallel:
+            is_pad = is_pad.chunk(self.config.tensor_model_parallel_size)[ps.get_tensor_model_parallel_rank()]
+        return torch.where(is_pad[:, None, None], stream.detach(), stream)
 
     def _log_probs(self, hidden: Tensor, rows: ForwardRows, **options: Any) -> dict[str, Tensor]:
         """options: those of `token_log_probs`."""

@@ -21,6 +21,7 @@ from lockstep.engines.train.megatron.cpu import megatron_calls
 from lockstep.engines.train.megatron.model import Kind, TokenGPT
 from lockstep.engines.train.megatron.parallel import Layout
 from lockstep.engines.train.megatron.weights import find_slices
+from lockstep.kernels.activation_memory import STREAM_BYTES, kept_layers, layer_bytes
 from lockstep.models.token_models import TokenModel
 
 Outputs = dict[str, Tensor]
@@ -35,6 +36,7 @@ class StageSettings:
     trained:   gradients are computed; they are summed over data-parallel ranks.
     sharded:   each data-parallel rank gets the sum of its shard alone, for the distributed optimizer.
     recompute: activations are computed again in the backward pass.
+    saves_memory: of all layers, also if activations fit on the device.
     """
 
     engine: McoreEngineConfig
@@ -45,6 +47,7 @@ class StageSettings:
     trained: bool
     sharded: bool
     recompute: bool
+    saves_memory: bool = False
 
 
 class Stage:
@@ -63,13 +66,15 @@ class Stage:
         body = transformer.get_decoder() if kind == "policy" else transformer
         tied = kind == "policy" and transformer.lm_head.weight is body.embed_tokens.weight
         with megatron_calls(settings.device):
-            self.gpt = TokenGPT(self.config, kind, hf.vocab_size, body.rotary_emb, tied=tied)
+            pad = body.embed_tokens.padding_idx
+            self.gpt = TokenGPT(self.config, kind, hf.vocab_size, body.rotary_emb, tied=tied, padding_idx=pad)
             self.slices = find_slices(self.gpt, model)
             self.module: nn.Module = self.gpt
             if settings.trained:
                 self.module = DistributedDataParallel(self.config, _ddp_config(settings), self.gpt)
             else:
                 self.gpt.requires_grad_(False)
+        self._recomputation = Recomputation(self.config, settings) if _adapts(settings) else None
 
     def run(
         self,
@@ -89,7 +94,10 @@ class Stage:
 
         def step(remaining: Any, module: nn.Module) -> tuple[Any, Any]:
             batch = next(remaining)
-            outputs = module(self.gpt.rows(batch, self.settings.device), **options)
+            rows = self.gpt.rows(batch, self.settings.device)
+            if self._recomputation is not None and train:
+                self._recomputation.plan(rows.input_ids.numel())
+            outputs = module(rows, **options)
             return outputs, lambda found: use(found, batch)
 
         with megatron_calls(self.settings.device), torch.set_grad_enabled(train):
@@ -103,6 +111,37 @@ class Stage:
                 forward_only=not train,
             )
         return found
+
+
+class Recomputation:
+    """As many layers keep their activations as fit on the device, as in `LayerCheckpointing`."""
+
+    def __init__(self, config: TransformerConfig, settings: StageSettings) -> None:
+        self._config = config
+        self._device = settings.device
+        self._itemsize = settings.dtype.itemsize
+
+    def plan(self, num_tokens: int) -> None:
+        """Choose how many layers recompute in the next forward of `num_tokens` tokens."""
+        config = self._config
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        free = torch.cuda.mem_get_info(self._device)[0]
+        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        heads = (config.num_attention_heads + config.num_query_groups) * config.kv_channels
+        inner = config.ffn_hidden_size * 3 // 2  # gate, up, and their product
+        layer = layer_bytes(num_tokens, config.hidden_size, heads, inner, self._itemsize)
+        stream = num_tokens * config.hidden_size * STREAM_BYTES
+        kept = kept_layers(total, free, config.num_layers, layer, stream, 0.0)
+        config.recompute_num_layers = config.num_layers - kept
+
+
+def _adapts(settings: StageSettings) -> bool:
+    """Whether the number of layers that recompute follows the free memory: on a rank that computes alone, since recomputation
+    repeats the collectives of a layer."""
+    alone = settings.layout == Layout(1, 1, 0, 0)
+    chosen = any(name.startswith("recompute_") for name in settings.engine.transformer_overrides)
+    on_gpu = settings.device.type == "cuda"
+    return settings.recompute and on_gpu and alone and not chosen and not settings.saves_memory
 
 
 def _transformer_config(hf: Any, settings: StageSettings) -> TransformerConfig:
@@ -130,7 +169,9 @@ def _transformer_config(hf: Any, settings: StageSettings) -> TransformerConfig:
         values |= {"expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.expert_tp}
     if settings.recompute:
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    overrides = engine.override_transformer_config
+    if _adapts(settings):
+        values |= {"recompute_method": "block", "recompute_num_layers": hf.num_hidden_layers}
+    overrides = engine.transformer_overrides
     return families.transformer_config(values, overrides, f"{key}.override_transformer_config")
 
 
