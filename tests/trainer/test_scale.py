@@ -176,6 +176,7 @@ PPO_RUNS = {
     "4-tensor-parallel": [*workers(4), f"{ROLLOUT}.tensor_model_parallel_size=4", *SP, *SP_CRITIC],
     "4-first-pair": [*workers(4), f"{ROLLOUT}.tensor_model_parallel_size=2", f"{ROLLOUT}.n_gpus=2", *SP, *SP_CRITIC],
     "2-first": [*workers(2), f"{ROLLOUT}.n_gpus=1"],
+    "2-first-async": [*workers(2), f"{ROLLOUT}.n_gpus=1", f"{ROLLOUT}.mode=async"],
     "4-pairs": [*workers(4), f"{ROLLOUT}.tensor_model_parallel_size=2"],
     "standalone-pairs": [*workers(6, "standalone"), f"{ROLLOUT}.tensor_model_parallel_size=2", *BROADCAST],
     "4-replicas": [*workers(4), f"{ACTOR}.fsdp_config.fsdp_size=2", "critic.model.fsdp_config.fsdp_size=1"],
@@ -275,11 +276,14 @@ def test_grpo_with_a_rollout_over_ranks(runs: Runs, over_ranks: list[str]) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", ["colocate", "standalone"])
-def test_adapters_of_a_rollout_over_ranks(runs: Runs, placement: str) -> None:
+@pytest.mark.parametrize(
+    "over_ranks",
+    [[*workers(2), TP[2]], [*workers(4, "standalone"), TP[2]], [*workers(2), f"{ROLLOUT}.n_gpus=1"]],
+    ids=["colocate", "standalone", "first"],
+)
+def test_adapters_of_a_rollout_over_ranks(runs: Runs, over_ranks: list[str]) -> None:
     settings = [*LORA, "algorithm.adv_estimator=grpo", "trainer.save_freq=-1"]
-    count = 2 if placement == "colocate" else 4
-    divided, alone = runs(*settings, *workers(count, placement), TP[2], "trainer.save_freq=-1"), runs(*settings)
+    divided, alone = runs(*settings, *over_ranks, "trainer.save_freq=-1"), runs(*settings)
     assert divided.answers == alone.answers and len(alone.answers) == STEPS
     for row, expected in zip(divided.metrics, alone.metrics, strict=True):
         for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"):
