@@ -35,29 +35,36 @@ class _CudaMeansCpu(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.")  # the distributed optimizer compares these names
-        if func is dist.all_gather and len({part.shape for part in args[0]}) > 1:
-            return _gather_unequal(*args, **(kwargs or {}))
-        if func is dist.reduce_scatter and len({part.shape for part in args[1]}) > 1:
-            return _reduce_scatter_unequal(*args, **(kwargs or {}))
         if kwargs and str(kwargs.get("device")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **(kwargs or {}))
 
 
-def _gather_unequal(parts: list[torch.Tensor], own: torch.Tensor, group: Any, **unused: object) -> None:
-    """all_gather of tensors of different sizes, which gloo refuses."""
+_all_gather = dist.all_gather
+_reduce_scatter = dist.reduce_scatter
+
+
+def _gather_any(parts: list[torch.Tensor], own: torch.Tensor, group: Any = None, **options: Any) -> Any:
+    """all_gather, also of tensors of different sizes, which gloo refuses."""
+    if len({part.shape for part in parts}) == 1:
+        return _all_gather(parts, own, group=group, **options)
     for rank, part in enumerate(parts):
         if rank == group.rank():
             part.copy_(own)
         dist.broadcast(part, dist.get_global_rank(group, rank), group=group)
+    return None
 
 
-def _reduce_scatter_unequal(own: torch.Tensor, parts: list[torch.Tensor], group: Any, **unused: object) -> None:
+def _reduce_scatter_any(own: torch.Tensor, parts: list[torch.Tensor], group: Any = None, **options: Any) -> Any:
+    """reduce_scatter, also of tensors of different sizes, which gloo refuses."""
+    if len({part.shape for part in parts}) == 1:
+        return _reduce_scatter(own, parts, group=group, **options)
     for rank, part in enumerate(parts):
         total = part.clone()
         dist.all_reduce(total, group=group)
         if rank == group.rank():
             own.copy_(total)
+    return None
 
 
 class _Nothing:
@@ -76,12 +83,14 @@ class _Nothing:
         pass
 
 
-_REPLACED: dict[str, Any] = {
-    "current_device": lambda: torch.device("cpu"),
-    "synchronize": lambda *args: None,
-    **dict.fromkeys(("Stream", "stream", "current_stream", "Event"), _Nothing),
-}
-"""Names of `torch.cuda` that megatron-core calls on every device."""
+_REPLACED: list[tuple[Any, str, Any]] = [
+    (torch.cuda, "current_device", lambda: torch.device("cpu")),
+    (torch.cuda, "synchronize", lambda *args: None),
+    *((torch.cuda, name, _Nothing) for name in ("Stream", "stream", "current_stream", "Event")),
+    (dist, "all_gather", _gather_any),
+    (dist, "reduce_scatter", _reduce_scatter_any),
+]
+"""Functions of torch that megatron-core calls on every device: owner, name and what serves a CPU process."""
 
 _depth = 0
 
@@ -96,17 +105,17 @@ def megatron_calls(device: torch.device) -> Iterator[None]:
         yield
         return
     token_dispatcher.maybe_move_tensor_to_cpu = _on_cpu
-    before = {name: getattr(torch.cuda, name) for name in _REPLACED}
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _REPLACED]
     _depth += 1
     try:
-        for name, value in _REPLACED.items():
-            setattr(torch.cuda, name, value)
+        for owner, name, value in _REPLACED:
+            setattr(owner, name, value)
         with _CudaMeansCpu():
             yield
     finally:
         _depth -= 1
-        for name, value in before.items():
-            setattr(torch.cuda, name, value)
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 @contextlib.contextmanager
