@@ -177,15 +177,19 @@ def _transformer_config(hf: Any, settings: StageSettings) -> TransformerConfig:
 
 def _check_sizes(hf: Any, layout: Layout, key: str) -> None:
     """ValueError if the model does not divide into the parts of the layout."""
+    family = families.FAMILIES[hf.model_type]
     parts = [
         ("tensor_model_parallel_size", layout.tp, "num_key_value_heads"),
-        ("tensor_model_parallel_size", layout.tp, "intermediate_size"),
         ("pipeline_model_parallel_size", layout.pp, "num_hidden_layers"),
     ]
-    if layout.ep:
-        number, inner = families.FAMILIES[hf.model_type].experts or ("", "")
-        parts += [("expert_model_parallel_size", layout.ep, number)]
-        parts += [("expert_tensor_parallel_size", layout.expert_tp, inner)]
+    if family.experts is None:
+        parts.append(("tensor_model_parallel_size", layout.tp, "intermediate_size"))
+    else:
+        number, inner = family.experts
+        parts.append(("expert_model_parallel_size", layout.ep, number))
+        parts.append(("expert_tensor_parallel_size", layout.expert_tp, inner))
+    if family.shared_expert is not None:
+        parts.append(("tensor_model_parallel_size", layout.tp, family.shared_expert))
     for name, size, what in parts:
         total = getattr(hf, what)
         if total % size:
