@@ -341,6 +341,7 @@ def test_vllm_has_a_copy_of_the_weights_while_it_is_awake(
 def test_servers_are_not_part_of_the_plan(command: Any, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rollout = "actor_rollout_ref.rollout"
     more = [f"{rollout}.name={name}", f"{rollout}.server.urls=[http://127.0.0.1:8000]"]
+    more += [f"{rollout}.server.reload_command='restart {{folder}}'"] if name == "tgi" else []
     settings = command("1.5b", 16, 512, 1024, *DYNAMIC, *more)
     names = [phase.name for phase in phases(plan(settings))]
     assert "generate" not in names and "update actor" in names
