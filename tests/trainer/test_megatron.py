@@ -60,7 +60,7 @@ LAYOUTS = {
     "4-tp-dp": [*workers(4), *megatron(tp=2)],
     "4-pp-dp": [*workers(4), *megatron(pp=2)],
     "4-tp-pp": [*workers(4), *megatron(tp=2, pp=2), *DYNAMIC],
-    "4-pp-rollout-over-ranks": [*workers(4), *megatron(pp=2), f"{ROLLOUT}.tensor_model_parallel_size=2"],
+    "2-tp-rollout-over-ranks": [*workers(2), *megatron(tp=2), f"{ROLLOUT}.tensor_model_parallel_size=2"],
     "4-hybrid": [*workers(4, "hybrid"), *megatron(tp=2), "critic.megatron.tensor_model_parallel_size=1"],
 }
 """The last has the actor and the critic in pools of two, with different layouts."""
