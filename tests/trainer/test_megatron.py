@@ -113,15 +113,21 @@ def test_experts_on_several_ranks(
 
 
 @many
-@pytest.mark.parametrize("layout", [[], [*workers(2), *megatron(tp=2)]], ids=["local", "2-tp"])
-def test_a_killed_run_resumes_bit_for_bit(overrides: list[str], tmp_path: Path, layout: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("layout", "code"),
+    [(megatron(), -signal.SIGKILL), ([*workers(2), *megatron(tp=2)], 1)],
+    ids=["local", "2-tp"],
+)
+def test_a_killed_run_resumes_bit_for_bit(overrides: list[str], tmp_path: Path, layout: list[str], code: int) -> None:
+    """On Ray the controller is killed, and the command reports it."""
     (tmp_path / "killer.py").write_text(KILLER)
-    command = [*overrides, *megatron(), *layout, "trainer.total_training_steps=4", "trainer.save_freq=2"]
+    command = [*overrides, *layout, "trainer.total_training_steps=4", "trainer.save_freq=2"]
     assert main_ppo.main([*command, f"trainer.default_local_dir={tmp_path}/whole"]) == 0
     signals = [*command, f"trainer.logger={tmp_path}/killer.py:Tracker"]
     variables = {"AT_STEP": "3", "BY_SIGNAL": str(signal.SIGKILL.value)}
     killed = Program("lockstep.trainer.main_ppo", signals, tmp_path, **variables)
-    assert killed.wait() == -signal.SIGKILL
+    assert killed.wait() == code
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert main_ppo.main(command) == 0
     assert numbers_of(tmp_path / "run") == numbers_of(tmp_path / "whole")
     weights = [tmp_path / run / "global_step_4/actor/huggingface/model.safetensors" for run in ("run", "whole")]
