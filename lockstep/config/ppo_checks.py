@@ -218,6 +218,7 @@ def _routers(values: Values) -> Iterator[Problem]:
     """Recording, replaying and balancing the experts of tokens."""
     mode_key, record_key = f"{_ACTOR}.router_replay.mode", f"{_ROLLOUT}.enable_rollout_routing_replay"
     loss_key, strategy_key, name_key = f"{_ACTOR}.router_aux_loss_coef", f"{_ACTOR}.strategy", f"{_ROLLOUT}.name"
+    bypass_key = "algorithm.rollout_correction.bypass_mode"
     mode, records, name = values[mode_key], values[record_key], values[name_key]
     if mode == "R3" and not records:
         message = f"{mode_key}=R3 replays the experts of the rollout; set true, or remove the key"
@@ -225,6 +226,9 @@ def _routers(values: Values) -> Iterator[Problem]:
     if mode == "R2" and records:
         message = f"{mode_key}=R2 replays the experts of the old-log-prob pass; set false, or {mode_key}=R3"
         yield Problem(record_key, True, message, also=(mode_key,))
+    if mode == "R2" and values[bypass_key]:
+        message = f"{bypass_key}=true has no old-log-prob pass, whose experts R2 replays; set R3, or {bypass_key}=false"
+        yield Problem(mode_key, mode, message, also=(bypass_key,))
     if (mode == "R3" or records) and not ROLLOUT_ENGINES.info(name).records_routes:
         key = mode_key if mode == "R3" else record_key
         message = (

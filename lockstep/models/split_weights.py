@@ -256,7 +256,7 @@ def _layer_parts(layer: DecoderLayer, size: int) -> dict[str, Part]:
                 parts[name] = _only_first(shape, size)
             else:
                 parts[name] = _part(shape, 1, (_INPUTS[owner],), size, heads, layer.head_dim)
-        elif owner in _HEADS and shape[0] == heads[_HEADS[owner]]:
+        elif owner in _HEADS and shape[0] == heads[_HEADS[owner]] and (owner == "sinks" or len(shape) > 1):
             parts[name] = _part(shape, 0, (_HEADS[owner],), size, heads, 1)
     return parts
 

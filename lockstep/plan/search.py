@@ -254,7 +254,9 @@ class _Search:
     def _planned(self, roles: Roles, size: int, settings: Settings) -> Pool | None:
         """None if it does not fit."""
         outside = "actor" if "rollout" in roles else "rollout" if "actor" in roles else None
-        longest, typical = self.jobs(size, settings, outside)
+        # sizes of FSDP and DeepSpeed suit every model, so that the pools of all roles share the jobs
+        divided = roles if "megatron" in self.engines.values() else frozenset(ROLES)
+        longest, typical = self.jobs(size, settings, outside, divided)
         memory = phases(_of_roles(longest, roles))
         too_large = max(phase.peak for phase in memory) + RESERVED > MOST_MEMORY * self.device.memory
         if too_large or missing_cache(longest, memory):
@@ -263,11 +265,15 @@ class _Search:
         stages = busy_time(memory, step_times(job, memory))
         return Pool(roles, self._machines(size), settings, job.models, stages)
 
-    def _jobs(self, size: int, settings: Settings, outside: str | None) -> tuple[Job, Job]:
-        """All roles in one pool as a job, for the longest and for typical lengths. outside: a role in a separate pool."""
+    def _jobs(self, size: int, settings: Settings, outside: str | None, divided: Roles) -> tuple[Job, Job]:
+        """All roles in one pool as a job, for the longest and for typical lengths.
+
+        outside: a role in a separate pool. divided: roles that have the parallel sizes of `settings`; others are not divided.
+        """
         mapping = dict.fromkeys(ROLES, "pool") | {outside: "other"} if outside else {}
         spec = {"pool": self._machines(size), "other": self._machines(size)}
-        keys = settings.keys(ROLES, self.engines) | {"resource_pool_spec": spec, "resource_pool_mapping": mapping}
+        keys = replace(settings, sizes=Sizes()).keys(ROLES, self.engines) | settings.keys(divided, self.engines)
+        keys |= {"resource_pool_spec": spec, "resource_pool_mapping": mapping}
         config = with_values(self.config, keys)
         longest = job_of(config, self.device, longest_lengths(config), model_shape)
         if self.typical == longest.lengths:

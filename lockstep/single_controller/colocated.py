@@ -17,6 +17,8 @@ from lockstep.single_controller.worker_group import ClassWithInitArgs
 from lockstep.utils import spans
 from lockstep.utils.spans import Span, span
 
+_ROLE = "_lockstep_role"
+
 
 class ColocatedWorker(Worker):
     """Base of the generated classes. `{role}_{method}` calls the method of the role's worker."""
@@ -74,4 +76,11 @@ def _forward(role: str, name: str, method: Callable[..., Any]) -> Callable[..., 
         with nullcontext() if name.startswith("_") else span(name, (role, self.rank)):
             return getattr(self.worker_dict[role], name)(*args, **kwargs)
 
+    setattr(call, _ROLE, role)
     return call
+
+
+def owner_of(worker: Any, method: Callable[..., Any]) -> Any:
+    """The role's worker that computes a method of `worker`, or `worker` itself."""
+    role = getattr(method, _ROLE, None)
+    return worker if role is None else worker.worker_dict[role]

@@ -13,8 +13,8 @@ A worker method declares its mode with `@register`. The modes:
     DP_COMPUTE_METRIC           every DataProto is split by rows               list of all outputs
     make_nd_compute_dataproto_dispatch_fn(mesh)
                                 split over the data-parallel ranks of a mesh;  the joined DataProto of one rank
-                                ranks that share a data-parallel rank get      per data-parallel rank; the others
-                                the same rows                                  return None
+                                ranks that share a data-parallel rank get      per data-parallel rank; Ray does
+                                the same rows                                  not send those of the others
 
 If the rows do not divide evenly, the batch is padded before dispatch: the added rows are marked under the batch key
 `is_padding`, which a worker may read (`lockstep.protocol.real_rows`), and are dropped from the joined result. A method
@@ -308,15 +308,13 @@ def register(
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = _materialize(args, kwargs) if materialize_futures else (args, kwargs)
             marks = _padding_marks(args, kwargs)
-            output = method(self, *args, **kwargs)
-            return _mark_output(output, marks, method.__qualname__) if _is_collected(self, mode) else None
+            return _mark_output(method(self, *args, **kwargs), marks, method.__qualname__)
 
         @functools.wraps(method)
         async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = _materialize(args, kwargs) if materialize_futures else (args, kwargs)
             marks = _padding_marks(args, kwargs)
-            output = await method(self, *args, **kwargs)
-            return _mark_output(output, marks, method.__qualname__) if _is_collected(self, mode) else None
+            return _mark_output(await method(self, *args, **kwargs), marks, method.__qualname__)
 
         wrapper: Any = call_async if inspect.iscoroutinefunction(method) else call
         setattr(wrapper, _REGISTRATION, registration)
@@ -331,9 +329,10 @@ def registered_methods(worker_cls: type) -> dict[str, Registration]:
     return {name: registration for name, registration in found.items() if registration is not None}
 
 
-def _is_collected(worker: Any, mode: DispatchMode) -> bool:
-    """False on a rank whose output the mode does not read: another rank of the mesh has the same rows."""
-    collect: Any = mode["collect_fn"]
+def is_collected(worker: Any, method: Callable[..., Any]) -> bool:
+    """False on a rank whose output of a registered method nobody reads: another rank of the mesh has the same rows."""
+    registration: Registration | None = getattr(method, _REGISTRATION, None)
+    collect: Any = None if registration is None else registration.mode["collect_fn"]
     if getattr(collect, "func", None) is not collect_nd_compute_dataproto:
         return True
     (mesh_name,) = collect.args

@@ -6,6 +6,7 @@ both if ranks share a GPU, which NCCL refuses.
 """
 
 import atexit
+import logging
 import math
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _OWN_GPU, _SHARED_GPU = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
@@ -42,7 +44,11 @@ def join_process_group(rank: int, world_size: int, device: torch.device, timeout
     if device.type == "cuda":
         store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
-        backends = _SHARED_GPU if _shares_gpu(store, device, world_size) else _OWN_GPU
+        backends = _OWN_GPU
+        if _shares_gpu(store, device, world_size):
+            backends = _SHARED_GPU
+            if rank == 0:
+                logger.warning("several ranks share a GPU: they exchange data through gloo, which is slow")
         dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)

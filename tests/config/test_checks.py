@@ -99,6 +99,10 @@ REF = "actor_rollout_ref.ref"
             "enable_rollout_routing_replay=true: actor_rollout_ref.actor.router_replay.mode=R2 replays the experts of",
         ),
         (
+            [f"{ACTOR}.router_replay.mode=R2", "algorithm.rollout_correction.bypass_mode=true"],
+            "router_replay.mode=R2: algorithm.rollout_correction.bypass_mode=true has no old-log-prob pass",
+        ),
+        (
             [f"{ACTOR}.router_replay.mode=R3", f"{ROLLOUT}.name=hf"],
             "router_replay.mode=R3: actor_rollout_ref.rollout.name=hf does not return the experts of its tokens; set",
         ),

@@ -326,7 +326,13 @@ def test_reward_model_scores_ppo_and_dpo_trains(places: dict[str, str], tmp_path
     assert "val/rewards/accuracies" in json.loads((tmp_path / "dpo" / "metrics.jsonl").read_text())
 
 
-@pytest.mark.parametrize(("page", "command"), ON_RAY, ids=[f"{p}-{i}" for i, (p, _) in enumerate(ON_RAY)])
+@pytest.mark.parametrize(
+    ("page", "command"),
+    [
+        pytest.param(page, line, id=f"{page}-{i}", marks=[pytest.mark.deepspeed] if page == "deepspeed.md" else [])
+        for i, (page, line) in enumerate(ON_RAY)
+    ],
+)
 def test_commands_for_many_workers_compose(
     page: str, command: str, places: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,6 +392,7 @@ def test_templates_are_valid_shell() -> None:
             "cluster.md",
             "endpoint.md",
             "environments.md",
+            "large_models.md",
             "lora.md",
             "rollout.md",
             "servers.md",

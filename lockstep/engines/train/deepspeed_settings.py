@@ -61,7 +61,8 @@ class DeepSpeedSettings:
         return self._offloads("offload_optimizer")
 
     def _offloads(self, name: str) -> bool:
-        return self.values["zero_optimization"].get(name, {}).get("device", "none") != "none"
+        section = self.values["zero_optimization"].get(name) or {}
+        return section.get("device", "none") != "none"
 
 
 def build_settings(
@@ -147,6 +148,11 @@ class _UserFile:
     def settings(self) -> dict[str, Any]:
         """What the file adds to the run's values, without "auto"."""
         kept = {}
+        for key in ("zero_optimization", "optimizer"):
+            if not isinstance(self._values.get(key, {}), dict) and not _is_auto(self._values[key]):
+                raise ValueError(
+                    f"{self._path}:{self._line((key,))}: {key} in deepspeed.config_path must be a JSON object"
+                )
         for key, value in self._values.items():
             if key in _OF_THE_RUN:
                 if not _is_auto(value):
@@ -170,12 +176,13 @@ class _UserFile:
     def _check_optimizer(self, value: Any) -> None:
         if self._optim is None:
             return
-        section = value if isinstance(value, dict) else {"type": value}
+        section = value if isinstance(value, dict) else {}
         if str(section.get("type", AUTO)).lower() not in ("adamw", AUTO):
             raise self._refused(("optimizer", "type"), section.get("type"), "the optimizer is the run's: AdamW")
         own = {"lr": self._optim.lr, "weight_decay": self._optim.weight_decay, "betas": list(self._optim.betas)}
         own |= {"eps": EPS}
-        for name, given in section.get("params", {}).items():
+        params = section.get("params", AUTO)
+        for name, given in ({} if params == AUTO else params).items():
             if name not in own:
                 if not _is_auto(given):
                     raise self._refused(("optimizer", "params", name), given, "the run's AdamW has no such setting")

@@ -199,7 +199,7 @@ class TokenEngine(TrainEngine):
 
     def _watch_routers(self, key: str) -> None:
         """Let the policy read and replace what its routers choose; see `EngineModel.router_key`. ValueError if it cannot."""
-        model = self._checked_models()[0][0]
+        model, _ = self._checked_models()[-1]  # the one that computes
         assert isinstance(model, PolicyModel)
         if self.layout == "rows":
             kind = model.hf_config.model_type

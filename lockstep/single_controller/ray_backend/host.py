@@ -103,5 +103,10 @@ class WorkerHost:
             raise picklable(error, note) from None
 
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = getattr(self._worker, method)(*args, **kwargs)
-        return asyncio.run(output) if inspect.iscoroutine(output) else output
+        from lockstep.single_controller.colocated import owner_of
+        from lockstep.single_controller.dispatch import is_collected
+
+        function = getattr(self._worker, method)
+        output = function(*args, **kwargs)
+        output = asyncio.run(output) if inspect.iscoroutine(output) else output
+        return output if is_collected(owner_of(self._worker, function), function) else None

@@ -50,17 +50,18 @@ def forward_passes(
     names = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
     routes = ["routed_experts"] if "routed_experts" in batch.tensors else []  # which only the actor reads
     waiting = {}
-    balanced: dict[int, Balanced] = {}  # by the number of data-parallel ranks
+    balanced: dict[tuple[int, bool], Balanced] = {}  # by the number of data-parallel ranks, with and without routes
     for name, group in groups.items():
         if group is None:
             continue
         mesh, method = PASSES[name]
-        inputs = batch.select([*names, *(routes if mesh == "actor" else [])], [])
+        own_routes = routes if mesh == "actor" else []
         with marked_timer(name, timing):
             num_ranks = group.mesh(mesh).dp_size if config.trainer.balance_batch else 1
-            if num_ranks not in balanced:
-                balanced[num_ranks] = Balanced.over(inputs, num_ranks)
-            waiting[name] = balanced[num_ranks].call(getattr(group, method))
+            key = (num_ranks, bool(own_routes))
+            if key not in balanced:
+                balanced[key] = Balanced.over(batch.select([*names, *own_routes], []), num_ranks)
+            waiting[name] = balanced[key].call(getattr(group, method))
     for name, outputs in waiting.items():
         with marked_timer(name, timing):
             batch = batch.union(outputs())

@@ -73,6 +73,10 @@ def test_values_of_the_file_are_passed_on_and_win(tmp_path: Path) -> None:
         ('{"tensor_parallel": {"autotp_size": 2}}', r"tensor_parallel=.*set strategy=megatron"),
         ('{"zero_optimization": {"stage": 3,}}', r"ds.json:1: deepspeed.config_path is not JSON"),
         ("[]", r"ds.json:1: deepspeed.config_path holds no JSON object"),
+        (
+            '{\n"zero_optimization": true}',
+            r"ds.json:2: zero_optimization in deepspeed.config_path must be a JSON object",
+        ),
     ],
 )
 def test_what_conflicts_with_the_run_is_refused_by_its_line(text: str, message: str, tmp_path: Path) -> None:
@@ -96,6 +100,12 @@ def test_what_conflicts_with_the_run_is_refused_by_its_line(text: str, message: 
 def test_keys_that_do_not_fit_are_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings(**keys)
+
+
+def test_sections_may_be_null_or_auto(tmp_path: Path) -> None:
+    text = '{"optimizer": {"type": "AdamW", "params": "auto"}, "zero_optimization": {"stage": 3, "offload_optimizer": null}}'
+    found = with_file(tmp_path, text)
+    assert found.stage == 3 and not found.offloads_optimizer
 
 
 def test_a_model_that_only_computes_may_offload_at_any_stage() -> None:

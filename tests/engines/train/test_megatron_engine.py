@@ -15,6 +15,7 @@ from lockstep.config.model import HFModelConfig
 from lockstep.engines.train import EngineModel, MicroBatching, TrainEngine, create_train_engine
 from lockstep.engines.train.megatron import check, families, weights
 from lockstep.engines.train.megatron.offload import Parked
+from lockstep.engines.train.megatron.parallel import Layout
 from tests.engines.train.cases import CPU, OPTIM
 from tests.tiny import random_batch, save_tiny_model
 
@@ -53,6 +54,12 @@ def open_engine(folder: Path, *, trained: bool = True, **settings: Any) -> Train
             r"override_transformer_config\.num_layers=3: .* make it 2; remove it",
         ),
         ({"override_ddp_config": {"buckets": 1}}, r"override_ddp_config\.buckets: .* no such field"),
+        ({"override_ddp_config": {"overlap_grad_reduce": True}}, r"overlap_grad_reduce=True: it must be False here"),
+        ({"override_ddp_config": {"overlap_param_gather": True}}, r"overlap_param_gather=True: it must be False here"),
+        (
+            {"override_transformer_config": {"calculate_per_token_loss": True}},
+            r"calculate_per_token_loss=True: .*remove it",
+        ),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -89,6 +96,18 @@ def test_models_outside_the_table_are_refused_by_name(kind: str, changes: dict[s
 )
 def test_a_window_counts_if_a_layer_uses_it(kind: str, changes: dict[str, Any], window: int | None) -> None:
     assert families.window_of(AutoConfig.for_model(kind, num_hidden_layers=2, **changes)) == window
+
+
+def test_recomputation_may_be_selective(folder: Path) -> None:
+    engine: Any = open_engine(folder, override_transformer_config={"recompute_granularity": "selective"})
+    assert engine.stage.config.recompute_granularity == "selective" and engine.stage.config.recompute_num_layers is None
+
+
+def test_groups_serve_models_with_and_without_experts_of_the_same_sizes() -> None:
+    dense, experts = Layout(2, 1, 0, 0), Layout(2, 1, 1, 2)
+    assert dense.serves(experts) and experts.serves(dense)
+    assert not dense.serves(Layout(2, 1, 2, 1)) and Layout(2, 1, 2, 1).serves(dense)
+    assert not dense.serves(Layout(1, 2, 0, 0))
 
 
 def test_a_sequence_beyond_the_window_is_refused(folder: Path, tmp_path: Path) -> None:

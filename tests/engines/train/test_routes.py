@@ -68,6 +68,13 @@ def test_replayed_experts_and_their_balance_equal_a_naive_gate(
     check(route_cases.train(folder, case, aux), reference(aux))
 
 
+def test_a_copy_in_the_compute_dtype_replays_too(folder: Path, reference: Callable[..., Any]) -> None:
+    result = route_cases.train(folder, Case(compute=torch.bfloat16), True)
+    for name, values in reference(True)["outputs"].items():
+        assert np.abs(result["outputs"][name][:NUM_REAL] - values).mean() < 0.05, name
+    np.testing.assert_allclose(result["steps"], reference(True)["steps"], rtol=0.1, atol=0.05)
+
+
 @pytest.mark.parametrize("case", SEVERAL, ids=str)
 def test_ranks_train_as_one_process(case: Case, folder: Path, ranks: Ranks, reference: Callable[..., Any]) -> None:
     for result in ranks.run(case.world, route_cases.train, folder, case):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from lockstep.config.model import FSDPOptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# The same step and the same state on every machine: where TransformerEngine or Apex is installed, Megatron would use theirs.
+megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
 
 
 class Masters:

@@ -32,7 +32,12 @@ class Layout:
 
     def serves(self, other: "Layout") -> bool:
         """Whether these groups can be used for `other`. A model without experts does not use their groups."""
-        return self == other or (not other.ep and (self.tp, self.pp) == (other.tp, other.pp))
+        return self.groups == other.groups or (not other.ep and self.groups[:2] == other.groups[:2])
+
+    @property
+    def groups(self) -> tuple[int, int, int, int]:
+        """The sizes of Megatron's groups, which exist for experts in any case."""
+        return self.tp, self.pp, self.ep or 1, self.expert_tp or self.tp
 
     def __str__(self) -> str:
         sizes = f"tensor_model_parallel_size={self.tp}, pipeline_model_parallel_size={self.pp}"
@@ -109,11 +114,12 @@ def join(layout: Layout, engine: object, key: str, device: torch.device) -> None
         _current = None
     if _current is None:
         with megatron_calls(device):
+            tp, pp, ep, expert_tp = layout.groups
             ps.initialize_model_parallel(
-                layout.tp,
-                layout.pp,
-                expert_model_parallel_size=layout.ep or 1,
-                expert_tensor_parallel_size=layout.expert_tp or layout.tp,
+                tp,
+                pp,
+                expert_model_parallel_size=ep,
+                expert_tensor_parallel_size=expert_tp,
                 create_gloo_process_groups=False,
             )
         _current = _Current(layout, dist.group.WORLD, weakref.WeakKeyDictionary())

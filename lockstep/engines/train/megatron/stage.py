@@ -163,15 +163,16 @@ def _transformer_config(hf: Any, settings: StageSettings) -> TransformerConfig:
         "use_cpu_initialization": settings.device.type == "cpu",
         "perform_initialization": False,
         "gradient_accumulation_fusion": False,
+        "calculate_per_token_loss": False,  # losses are divided by the run's own counts
         "finalize_model_grads_func": finalize_model_grads,
     }
     if layout.ep:
         values |= {"expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.expert_tp}
-    if settings.recompute:
+    overrides = engine.transformer_overrides
+    if settings.recompute and "recompute_granularity" not in overrides:
         values |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if _adapts(settings):
         values |= {"recompute_method": "block", "recompute_num_layers": hf.num_hidden_layers}
-    overrides = engine.transformer_overrides
     return families.transformer_config(values, overrides, f"{key}.override_transformer_config")
 
 
@@ -198,7 +199,12 @@ def _check_sizes(hf: Any, layout: Layout, key: str) -> None:
 
 
 def _ddp_config(settings: StageSettings) -> DistributedDataParallelConfig:
-    values = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": settings.sharded}
+    values = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": settings.sharded,
+        "overlap_grad_reduce": False,  # micro-batches are not the same number in every update
+        "overlap_param_gather": False,  # the rollout and checkpoints read weights between updates
+    }
     overrides = settings.engine.override_ddp_config
     known = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
     for name in overrides:
