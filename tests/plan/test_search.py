@@ -115,6 +115,17 @@ def test_candidates_are_accepted_and_planned_as_found(settings: Any) -> None:
         assert sum(sum(pool.machines) for pool in candidate.pools) == 16
 
 
+@pytest.mark.slow
+def test_megatron_divides_models_of_different_sizes(settings: Any) -> None:
+    """The actor's 48 layers are 3 stages, which the critic's 32 are not: only a pool of its own may have them."""
+    given = settings("34b", "7b", 3, "actor_rollout_ref.actor.strategy=megatron", "data.train_batch_size=192")
+    given += ["actor_rollout_ref.actor.ppo_mini_batch_size=48", "critic.strategy=megatron"]
+    found = search(load_config(PPOConfig, given), DEVICES["H200"])
+    assert found and all(
+        pool.settings.sizes.pipeline != 3 for one in found for pool in one.pools if "critic" in pool.roles
+    )
+
+
 def test_offload_is_used_only_if_needed(settings: Any) -> None:
     config = load_config(PPOConfig, settings("13b", "13b", 1, "data.train_batch_size=128"))
     tight, roomy = (search(config, replace(DEVICES["H200"], memory=memory)) for memory in (90e9, 600e9))

@@ -10,10 +10,11 @@ from lockstep.single_controller import (
     LocalWorkerGroup,
     ResourcePool,
     Worker,
+    make_nd_compute_dataproto_dispatch_fn,
     register,
     register_dispatch_mode,
 )
-from lockstep.single_controller.dispatch import get_predefined_dispatch_fn, registered_methods
+from lockstep.single_controller.dispatch import get_predefined_dispatch_fn, is_collected, registered_methods
 
 
 def test_every_mode_has_its_functions() -> None:
@@ -85,3 +86,20 @@ def test_mesh_is_registered_once() -> None:
     worker._register_dispatch_collect_info("actor", 0, True)
     with pytest.raises(ValueError, match="mesh 'actor' is already registered"):
         worker._register_dispatch_collect_info("actor", 1, True)
+
+
+def test_outputs_that_nobody_reads_are_not_sent_but_given_to_callers_in_the_worker() -> None:
+    class Scoring(Worker):
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+        def score(self, number: int) -> int:
+            return number + 1
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def ask(self) -> int:
+            return self.score(1)
+
+    workers = [Scoring(), Scoring()]
+    for worker, collected in zip(workers, (True, False)):
+        worker._register_dispatch_collect_info("actor", 0, collected)
+        assert worker.ask() == 2
+        assert is_collected(worker, worker.score) == collected and is_collected(worker, worker.ask)
