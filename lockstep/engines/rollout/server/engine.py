@@ -103,7 +103,7 @@ class ServerEngine(RolloutEngine):
 
         async def probe(server: Server) -> None:
             await open_server(server, self.config, self.kind, self._open_tokenizer)
-            prompt = server.protocol.prompt_like(list(self.eos_token_ids[:1] or [0]))
+            prompt = server.protocol.probe_prompt(self.eos_token_ids[0] if self.eos_token_ids else 0)
             request = GenerationRequest(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
             await pool.attempt(server, self._in_flight(request, server))
 
@@ -224,7 +224,7 @@ class ServerEngine(RolloutEngine):
         for server in self._pool.servers:
             if server.no_updates is not None:
                 nothing = "trainer.val_only=true, actor_rollout_ref.actor.optim.lr=0"
-                raise ServerError(f"{server.no_updates}, or train nothing ({nothing})")
+                raise ServerError(f"{server.no_updates}; or train nothing ({nothing})")
         if self._transfer is None:
             self._transfer = transfer_of(self._pool.servers, self.config.server, self.device)
             await self._transfer.open(self._pool.servers)
