@@ -165,6 +165,9 @@ class ServerConfig:
     weights_folder: str | None = None
     """Folder that workers and servers share, for weight_transfer=file and reload_command. null is this machine's memory (/dev/shm),
     for servers on the same machine; with reload_command it is `rollout_weights` in trainer.default_local_dir."""
+    weights_owner: str | None = None
+    """With reload_command, the run's name in the folders that it writes into `weights_folder`: it removes only those, and refuses
+    those of other runs. null is trainer.default_local_dir; set its old path if the run was moved."""
     reload_command: str | None = None
     """Program that brings new weights to a server by a restart or a reload. After each update the weights are written as a Hugging
     Face folder, and the program runs once for each server: {folder}, {version} and {url} in its arguments are replaced. No shell

@@ -84,8 +84,12 @@ def derived_defaults(
     derived |= {key: value for key, value in filled_by_tokens(values).items() if key in keys(cls)}
     if values.get("trainer.placement") in ("split", "standalone") and _FREE_CACHE not in values:
         derived[_FREE_CACHE] = False  # nobody else uses the memory
-    if values.get(f"{_SERVER}.reload_command") and values.get(f"{_SERVER}.weights_folder") is None:
-        derived[f"{_SERVER}.weights_folder"] = "${trainer.default_local_dir}/rollout_weights"
+    if values.get(f"{_SERVER}.reload_command"):
+        folders = {
+            "weights_folder": "${trainer.default_local_dir}/rollout_weights",
+            "weights_owner": "${trainer.default_local_dir}",
+        }
+        derived |= {f"{_SERVER}.{key}": path for key, path in folders.items() if values.get(f"{_SERVER}.{key}") is None}
     if values.get("actor_rollout_ref.actor.router_replay.mode") == "R3" and _ROUTES not in values:
         derived[_ROUTES] = True
     single = values.get("trainer.async_mode") is not None or values.get(f"{_ROLLOUT}.over_sample_rate")

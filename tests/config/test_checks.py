@@ -366,8 +366,10 @@ def test_a_server_that_is_reloaded_can_train(minimal: list[str], caplog: pytest.
     more = [*(f"{ROLLOUT}.{override}" for override in TGI), "trainer.default_local_dir=/tmp/some_run"]
     server = load_config(PPOConfig, [*minimal, *more]).actor_rollout_ref.rollout.server
     assert server.reload_command == "restart {folder}" and server.weights_folder == "/tmp/some_run/rollout_weights"
+    assert server.weights_owner == "/tmp/some_run"
     chosen = load_config(PPOConfig, [*minimal, *more, f"{ROLLOUT}.server.weights_folder=/tmp/shared"])
     assert chosen.actor_rollout_ref.rollout.server.weights_folder == "/tmp/shared"
+    assert chosen.actor_rollout_ref.rollout.server.weights_owner == "/tmp/some_run"
     for kind in ("vllm", "sglang", "openai"):
         load_config(PPOConfig, [*minimal, *more, f"{ROLLOUT}.name=server", f"{ROLLOUT}.server.kind={kind}"])
     assert "cut distribution" not in caplog.text

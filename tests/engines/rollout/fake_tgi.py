@@ -232,6 +232,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Fault(state.faults.popleft(), "Request failed during generation")
         if set(body) - {"inputs", "parameters", "stream"} or set(parameters) - PARAMETERS:
             raise _Fault(422, f"unknown fields in {sorted(body)} or {sorted(parameters)}")
+        if not body["inputs"]:
+            raise _Fault(422, "Input validation error: `inputs` cannot be empty")
         prompt = self._encoded(body["inputs"])
         _check(parameters, len(prompt), state)
         samples = parameters.get("do_sample") or parameters.keys() & {"temperature", "top_k", "top_p"}

@@ -38,7 +38,14 @@ def server(folder: Path) -> Iterator[FakeTgi]:
 def engine_of(urls: list[str], folder: Path, root: Path, command: str, **settings: Any) -> ServerEngine:
     server = ServerConfig(
         urls=urls,
-        **{"kind": "tgi", "retry_backoff_s": 0.05, "max_retries": 1, "reload_timeout_s": 30.0} | settings,
+        **{
+            "kind": "tgi",
+            "retry_backoff_s": 0.05,
+            "max_retries": 1,
+            "reload_timeout_s": 30.0,
+            "weights_owner": "/runs/a",
+        }
+        | settings,
         weights_folder=str(root),
         reload_command=command,
     )
@@ -115,6 +122,56 @@ def test_an_interrupted_update_is_written_again(server: FakeTgi, folder: Path, t
     for _ in range(2):
         update(resumed, changed_model(folder, 1), 1)
         assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_only_folders_of_the_run_are_removed(
+    server: FakeTgi, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file, a model of somebody else, a copy and a link stay; newer or older than the run's own."""
+    others = ["step_1000/model.safetensors", "step_2000/model.safetensors", "step_7.log", "steps/x", "step_1_best/x"]
+    for name in others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("precious")
+    engine = engine_of([server.url], folder, tmp_path, reload_command())
+    update(engine, changed_model(folder, 1), 1)
+    assert "Lockstep did not write step_1000, step_2000; the run stops if" in caplog.text
+    marker = tmp_path / "step_1" / "lockstep_run.txt"
+    assert marker.read_text() == "/runs/a\n"
+    (tmp_path / "step_1_best" / marker.name).write_text(marker.read_text())
+    (tmp_path / "step_99").symlink_to(tmp_path / "step_1_best")
+    for version in (2, 3):
+        update(engine, changed_model(folder, version), version)
+    assert all((tmp_path / name).read_text() == "precious" for name in others)
+    kept = {name.split("/")[0] for name in others} | {"step_99", "step_2", "step_3"}
+    assert {path.name for path in tmp_path.iterdir()} == kept
+    with pytest.raises(
+        ServerError, match=r"weights_folder=.*: step_1000 is there, and this run did not write it .*; set"
+    ):
+        update(engine, changed_model(folder, 4), 1000)
+    assert (tmp_path / others[0]).read_text() == "precious"
+
+
+def test_folders_of_another_run_are_refused(server: FakeTgi, folder: Path, tmp_path: Path) -> None:
+    first = engine_of([server.url], folder, tmp_path, reload_command())
+    second = engine_of([server.url], folder, tmp_path, reload_command(), weights_owner="/runs/b")
+    first.begin_update()
+    for name in ("partial", "step_1"):
+        message = rf"weights_folder={tmp_path}: the run in /runs/a wrote {name} there, this run is in /runs/b; set .*_folder to"
+        with pytest.raises(ServerError, match=message):
+            second.begin_update()
+        assert [path.name for path in tmp_path.iterdir()] == [name]
+        if name == "partial":
+            update(first, changed_model(folder, 1), 1)
+    update(engine_of([server.url], folder, tmp_path, reload_command()), changed_model(folder, 2), 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
+
+
+def test_a_partial_folder_of_nobody_is_kept(server: FakeTgi, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "partial").mkdir()
+    (tmp_path / "partial" / "notes.txt").write_text("precious")
+    with pytest.raises(ServerError, match=r"weights_folder=.*: partial is there, and .* to an empty folder, or move"):
+        engine_of([server.url], folder, tmp_path, reload_command()).begin_update()
+    assert (tmp_path / "partial" / "notes.txt").read_text() == "precious"
 
 
 def test_placeholders_and_the_shell(server: FakeTgi, folder: Path, tmp_path: Path) -> None:

@@ -104,12 +104,13 @@ def test_a_server_that_tokenizes_differently(folder: Path, prefill: bool) -> Non
     with fake_tgi(folder, prefill=prefill) as server:
         engine = engine_of(server, folder)
         server.state.prefix = " "
+        (a,) = tiny_tokenizer()("a")["input_ids"]
         message = (
             rf"^{server.url} tokenizes the prompt '<\|im_start\|>user.*' to 14 tokens, the run to 13; .* from token 0"
         )
         with pytest.raises(ServerError, match=message):
             engine.generate(requests_with(1))
-        with pytest.raises(ServerError, match=r"to 2 tokens, the run to 1; .* \(\d+ instead of 2\)"):
+        with pytest.raises(ServerError, match=rf"to 2 tokens, the run to 1; .* \(\d+ instead of {a}\)"):
             engine_of(server, folder)
 
 
@@ -139,8 +140,19 @@ def test_texts_of_prompts(tokenizer: PreTrainedTokenizerFast) -> None:
         assert prompts.text_of(token_ids) == text and prompts.prompt_like(token_ids) == token_ids
     for token_ids in ([EOS], list(range(3, 147))):  # a canary of bytes that are no text
         like = prompts.prompt_like(token_ids)
-        assert prompts.tokens_of(prompts.text_of(like)) == like
+        assert prompts.text_of(like) and prompts.tokens_of(prompts.text_of(like)) == like
     assert len(like) > 100
+
+
+def test_a_model_whose_tokenizer_adds_a_first_token(tmp_path: Path) -> None:
+    """The probe is more than that token, whose text is empty; TGI refuses an empty text."""
+    tokenizer = tokenizer_with_bos()
+    tokenizer.save_pretrained(save_tiny_model(tmp_path))
+    with fake_tgi(tmp_path) as server:
+        engine = engine_of(server, tmp_path)
+        request = GenerationRequest(tokenizer("1+1=")["input_ids"], SamplingParams(max_tokens=4))
+        assert len(engine.generate([request])[0].token_ids) >= 1
+        assert [body["inputs"] for body in server.state.asked("/generate")] == ["a", "1+1="]
 
 
 def test_a_prompt_without_the_first_token_that_the_server_adds() -> None:
@@ -177,7 +189,11 @@ def test_the_kind_must_be_named(server: FakeTgi, folder: Path) -> None:
 def test_without_a_reload_command_it_takes_no_weights(server: FakeTgi, folder: Path) -> None:
     engine = engine_of(server, folder)
     assert not engine.takes_weights()
-    with pytest.raises(ServerError, match=r"has no endpoints for weight updates; .*reload_command.* or train nothing"):
+    message = (
+        r"has no endpoints for weight updates; set .*kind=vllm or sglang and start such a server, or set .*reload_command, which "
+        r"restarts this one with the new weights; or train nothing"
+    )
+    with pytest.raises(ServerError, match=message):
         engine.begin_update()
 
 

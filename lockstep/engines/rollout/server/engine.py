@@ -85,7 +85,7 @@ class ServerEngine(RolloutEngine):
             )
         )
         self._open_tokenizer = open_tokenizer
-        self._open_folder = lambda root: WeightsFolder(root, model, key, dtype, open_tokenizer())
+        self._open_folder = lambda root, owner: WeightsFolder(root, owner, model, key, dtype, open_tokenizer())
         self._loop = EventLoop()
         self._pool = self._loop.run(self._open(share_of(urls, current_rank(), current_world_size())))
         names = ", ".join(f"{server.model} at {server.url}" for server in self._pool.servers)
@@ -103,7 +103,7 @@ class ServerEngine(RolloutEngine):
 
         async def probe(server: Server) -> None:
             await open_server(server, self.config, self.kind, self._open_tokenizer)
-            prompt = server.protocol.prompt_like(list(self.eos_token_ids[:1] or [0]))
+            prompt = server.protocol.probe_prompt(self.eos_token_ids[0] if self.eos_token_ids else 0)
             request = GenerationRequest(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
             await pool.attempt(server, self._in_flight(request, server))
 
@@ -214,8 +214,9 @@ class ServerEngine(RolloutEngine):
             server.weights_label = None
         if self._reloads and current_rank() == 0:
             if self._folder is None:
-                assert self.config.server.weights_folder is not None, "the config has a default for it"
-                self._folder = self._open_folder(Path(self.config.server.weights_folder))
+                root, owner = self.config.server.weights_folder, self.config.server.weights_owner
+                assert root is not None and owner is not None, "the config has defaults for them"
+                self._folder = self._open_folder(Path(root), Path(owner))
             self._folder.begin()
         elif self._leads and not self._reloads:
             self._loop.run(self._begin())
@@ -224,7 +225,7 @@ class ServerEngine(RolloutEngine):
         for server in self._pool.servers:
             if server.no_updates is not None:
                 nothing = "trainer.val_only=true, actor_rollout_ref.actor.optim.lr=0"
-                raise ServerError(f"{server.no_updates}, or train nothing ({nothing})")
+                raise ServerError(f"{server.no_updates}; or train nothing ({nothing})")
         if self._transfer is None:
             self._transfer = transfer_of(self._pool.servers, self.config.server, self.device)
             await self._transfer.open(self._pool.servers)

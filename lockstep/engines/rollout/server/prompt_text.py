@@ -31,11 +31,14 @@ class PromptText:
         return text
 
     def prompt_like(self, token_ids: Sequence[int]) -> list[int]:
-        """Tokens that have a text, at most as many, made of the text of `token_ids`."""
+        """Tokens that have a text, made of the text of `token_ids`: at most as many, but one besides the added ones."""
+        shortest = len(self._added) + 1  # servers refuse an empty text
+        longest = max(len(token_ids), shortest)
         found = list(token_ids)
-        for cut in range(MAX_TRIES):
-            found = self.tokens_of(self._decoded(found))[: len(token_ids) - cut]
-            if found and self.tokens_of(self._decoded(found)) == found:
+        for length in range(longest, max(longest - MAX_TRIES, shortest - 1), -1):
+            found = self.tokens_of(self._decoded(found))[:length]
+            text = self._decoded(found)
+            if text and self.tokens_of(text) == found:
                 return found
         raise ServerError(
             "no text gives tokens that its own tokenizer reads back: this tokenizer cannot be used with servers that take text"

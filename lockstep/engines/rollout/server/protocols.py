@@ -100,6 +100,10 @@ class ServerProtocol(ABC):
     async def check_prompt(self, server: Connection, request: GenerationRequest, answer: Answer) -> None:  # noqa: B027
         """ServerError if the server, because it takes text, tokenized the prompt to other tokens than the request's."""
 
+    def probe_prompt(self, token_id: int) -> list[int]:
+        """A short prompt that the server can take: `token_id`, or a word if it takes text."""
+        return [token_id]
+
     def prompt_like(self, token_ids: list[int]) -> list[int]:
         """A prompt that the server can take: `token_ids`, or other tokens of about the same text."""
         return token_ids
@@ -114,8 +118,8 @@ class ServerProtocol(ABC):
     async def why_no_updates(self, server: Connection) -> str | None:
         """Why its weights cannot be updated, and what to do; None if they can."""
         return (
-            f"{server.url} has no endpoints for weight updates; set {KEY}.kind=vllm or sglang and start such a server, set "
-            f"{KEY}.reload_command, which restarts this one with the new weights"
+            f"{server.url} has no endpoints for weight updates; set {KEY}.kind=vllm or sglang and start such a server, or "
+            f"set {KEY}.reload_command, which restarts this one with the new weights"
         )
 
     async def begin_update(self, server: Connection) -> None:

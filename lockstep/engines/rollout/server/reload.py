@@ -2,13 +2,15 @@
 
     buckets ─► partial/ ─► step_N/ (renamed when it is complete) ─► reload_command, for each server ─► health ─► one token
 
-Rank 0 writes the folder. The one before it is kept until the next update, because a server may still have it open.
+Rank 0 writes the folder. The one before it is kept until the next update, because a server may still have it open. Only folders
+with this run's `MARKER` are removed: others may be anybody's.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -37,31 +39,59 @@ POLL_S = 0.5
 """Pause between two questions whether a server is ready."""
 LAST_LINES = 5
 """Lines of a command's output in a message."""
+MARKER = "lockstep_run.txt"
+"""File of each written folder: the folder of the run that wrote it."""
 
 
 class WeightsFolder:
     """Writes the weights of each version into the folder `step_{version}` of `root`, complete or not at all.
 
+    owner:             folder of the run; the folders of other runs are refused.
     model, key, dtype: as in `RolloutEngine.load`; the written model has its architecture and settings.
     """
 
     def __init__(
-        self, root: Path, model: HFModelConfig, key: str, dtype: torch.dtype, tokenizer: PreTrainedTokenizerBase
+        self,
+        root: Path,
+        owner: Path,
+        model: HFModelConfig,
+        key: str,
+        dtype: torch.dtype,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self.root = ensure_writable(root, f"{KEY}.weights_folder").resolve()
+        self._owner = str(owner.expanduser().resolve())
         self._partial = self.root / "partial"
         self._tokenizer = tokenizer
         plain = replace(model, lora_rank=0, load_in_4bit=False)  # adapters come merged
         self._model, _ = open_causal_lm(plain, key, dtype, torch.device("cpu"), alone=True)
         self._files: WeightFiles | None = None
+        if strange := [path.name for path in self._steps() if _owner_of(path) is None]:
+            logger.warning(
+                "%s.weights_folder=%s: Lockstep did not write %s; the run stops if it has to write a folder of that name",
+                *(KEY, self.root, ", ".join(sorted(strange))),
+            )
+
+    def _steps(self) -> list[Path]:
+        return [path for path in self.root.iterdir() if re.fullmatch(r"step_\d+", path.name)]
 
     def begin(self) -> None:
-        """Make room: only the newest folder is kept."""
-        shutil.rmtree(self._partial, ignore_errors=True)
-        folders = sorted(self.root.glob("step_*"), key=lambda folder: folder.stat().st_mtime)
-        for folder in folders[:-1]:
-            shutil.rmtree(folder)
+        """Make room: of this run's folders only the newest is kept."""
+        steps = self._steps()
+        owners = {path: _owner_of(path) for path in [*steps, self._partial]}
+        for path, owner in owners.items():
+            if owner not in (None, self._owner):
+                raise ServerError(
+                    f"{KEY}.weights_folder={self.root}: the run in {owner} wrote {path.name} there, this run is in {self._owner}; "
+                    f"set {KEY}.weights_folder to a folder of this run alone, delete {path} if that run has ended, or set "
+                    f"{KEY}.weights_owner={owner} if it is this run and was moved"
+                )
+        self._remove(self._partial)
+        own = sorted((path for path in steps if owners[path] is not None), key=lambda path: path.stat().st_mtime)
+        for folder in own[:-1]:
+            _remove_marked(folder)
         self._partial.mkdir()
+        (self._partial / MARKER).write_text(f"{self._owner}\n", encoding="utf-8")
         self._files = policy_files(self._model, self._partial)
 
     def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -76,8 +106,36 @@ class WeightsFolder:
         self._files = None
         self._tokenizer.save_pretrained(self._partial)
         folder = self.root / f"step_{version}"
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was resumed from an earlier step
+        self._remove(folder)  # written before the run was resumed from an earlier step
         return self._partial.rename(folder)
+
+    def _remove(self, path: Path) -> None:
+        """Remove this run's folder, if it is there; ServerError if something else is."""
+        if _owner_of(path) == self._owner:
+            _remove_marked(path)
+        elif os.path.lexists(path):
+            raise ServerError(
+                f"{KEY}.weights_folder={self.root}: {path.name} is there, and this run did not write it (no {MARKER} of it); set "
+                f"{KEY}.weights_folder to an empty folder, or move {path} away"
+            )
+
+
+def _remove_marked(folder: Path) -> None:
+    """The marker goes last, so that what a stop leaves is removed next time."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != MARKER:
+            path.unlink()
+    shutil.rmtree(folder)
+
+
+def _owner_of(path: Path) -> str | None:
+    """The run that wrote a folder; None if no run did."""
+    marker = path / MARKER
+    if path.is_symlink() or not marker.is_file():
+        return None
+    return marker.read_text(encoding="utf-8", errors="replace").strip()
 
 
 async def reload_server(

@@ -19,6 +19,8 @@ from lockstep.protocol.generation import GenerationRequest
 
 FINISH = {"eos_token": "stop", "stop_sequence": "stop"}
 """TGI's reasons to ours, if they differ."""
+WORD = "a"
+"""Text of the shortest prompt: one token of most tokenizers, besides those that they add."""
 
 
 @PROTOCOLS.register("tgi")
@@ -86,6 +88,9 @@ class TgiProtocol(ServerProtocol):
             tokens = await server.post("/tokenize", {"inputs": text})
             self._tokenized[text] = [token["id"] for token in tokens]
         return self._tokenized[text]
+
+    def probe_prompt(self, token_id: int) -> list[int]:
+        return self._prompts.prompt_like(self._prompts.tokens_of(WORD))
 
     def prompt_like(self, token_ids: list[int]) -> list[int]:
         return self._prompts.prompt_like(token_ids)
