@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from lockstep.trainer import fsdp_sft_trainer, main_ppo
 from lockstep.trainer.ppo.rollout_sources.journal import trained_groups
 from lockstep.trainer.run import remote_copies, remote_store
 from lockstep.trainer.run.checkpoint import TRACKER, CheckpointStore, verify
-from lockstep.trainer.run.preflight import preflight
+from lockstep.trainer.run.preflight import _remote_store as preflight_remote_store, preflight
 from lockstep.trainer.run.remote_store import UPLOAD, RemoteStore, StoreError
 from lockstep.trainer.run.training_run import TrainingRun
 from lockstep.utils.checkpoint_folder import MANIFEST, read_manifest
@@ -61,9 +62,13 @@ def config_of(cls: type) -> Any:
     return load_config(cls, [*PROGRAMS[cls], "trainer.logger=[]", "trainer.hdfs_wait_s=30"], run_checks=False)
 
 
-def run_of(folder: Path, cls: type = SFTConfig, url: str | None = URL, **settings: Any) -> TrainingRun:
-    """settings: keys of `trainer`."""
+def run_of(
+    folder: Path, cls: type = SFTConfig, url: str | None = URL, model: str | None = None, **settings: Any
+) -> TrainingRun:
+    """model: `model.path` of an SFT run. settings: keys of `trainer`."""
     config = config_of(cls)
+    if model is not None:
+        config = replace(config, model=replace(config.model, path=model))
     settings |= {"default_local_dir": str(folder), "default_hdfs_dir": url}
     return TrainingRun(replace(config, trainer=replace(config.trainer, **settings)))
 
@@ -425,7 +430,7 @@ def test_resume_from_a_url(tmp_path: Path) -> None:
 def test_folders_of_others_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     remote = fsspec.filesystem("faulty")
     remote.pipe("/bucket/run/global_step_2/actor/model_world_size_8_rank_0.pt", b"theirs")
-    with begun(run_of(tmp_path, max_ckpt_to_keep=1, hdfs_wait_s=0.02)) as run:
+    with begun(run_of(tmp_path, max_ckpt_to_keep=1, hdfs_wait_s=0.2)) as run:
         for step in (1, 2):
             save(run, step)
             if step == 1:
@@ -452,13 +457,109 @@ def test_a_step_that_is_saved_again_replaces_all_files(tmp_path: Path) -> None:
 
 def test_another_experiment_is_refused_before_it_is_fetched(tmp_path: Path) -> None:
     train(tmp_path / "a", range(1, 2))
-    run = run_of(tmp_path / "b")
-    run.config = replace(run.config, model=replace(run.config.model, path="other"))  # type: ignore[union-attr, call-arg, arg-type]
-    refused = pytest.raises(
-        ValueError, match=r"trainer\.default_hdfs_dir=faulty://bucket/run has checkpoints of another"
-    )
-    with planted(fails("get")), run, refused:
+    with planted(fails("get")), run_of(tmp_path / "b", model="other") as run, pytest.raises(ValueError, match=OTHER):
         run.claim()
+
+
+OTHER = r"trainer\.default_hdfs_dir=faulty://bucket/run has checkpoints of another.*: model\.path was m and is other"
+
+
+@pytest.mark.parametrize("mode", ["auto", "disable", "resume_path"])
+def test_another_experiment_is_refused_whatever_is_newer(tmp_path: Path, mode: Any) -> None:
+    """The local save is the newest, so nothing would be fetched; a copy would replace step 2 and prune step 1."""
+    train(tmp_path / "theirs", range(1, 3))
+    train(tmp_path / "ours", range(1, 4), url=None, model="other")
+    before = dict(FaultyFileSystem.store)
+    path = str(tmp_path / "ours/global_step_2") if mode == "resume_path" else None
+    run = run_of(tmp_path / "ours", model="other", max_ckpt_to_keep=1, resume_mode=mode, resume_from_path=path)
+    with pytest.raises(ValueError, match=OTHER) as refused:
+        preflight_remote_store(run.config)
+    assert "resume_mode=disable" not in str(refused.value)
+    with run, pytest.raises(ValueError, match=OTHER):
+        run.claim()
+    assert before == FaultyFileSystem.store
+
+
+@pytest.mark.parametrize("operation", ["ls", "cat"])
+def test_another_experiment_is_refused_when_the_store_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, operation: str
+) -> None:
+    train(tmp_path / "theirs", range(1, 3))
+    train(tmp_path / "ours", range(1, 4), url=None, model="other")
+    before = {name: file.getvalue() for name, file in FaultyFileSystem.store.items()}
+    run = run_of(tmp_path / "ours", model="other", max_ckpt_to_keep=1)
+    with planted(fails(operation, at="config.yaml" if operation == "cat" else "")):
+        preflight_remote_store(run.config)
+        found = run.claim()
+    assert found is not None
+    with run:
+        run.open(found[0], 99, {})
+        save(run, 4)
+    assert re.search(f"the last checkpoint, global_step_4, is not at {URL}: {OTHER}", caplog.text)
+    assert "the same command copies it" not in caplog.text
+    assert before == {name: file.getvalue() for name, file in FaultyFileSystem.store.items()}
+
+
+def test_a_finished_run_does_not_copy_to_another_experiment(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path / "theirs", range(1, 3))
+    train(tmp_path / "ours", range(1, 4), url=None, model="other")
+    before = dict(FaultyFileSystem.store)
+    assert run_of(tmp_path / "ours", model="other", max_ckpt_to_keep=1).is_finished(3)
+    assert re.search(f"the last checkpoint, global_step_3, is not at {URL}: {OTHER}", caplog.text)
+    assert before == FaultyFileSystem.store
+
+
+def test_a_newer_save_of_the_same_step_is_not_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path / "here", range(1, 3))
+    path = {"resume_mode": "resume_path", "resume_from_path": f"{URL}/global_step_1"}
+    train(tmp_path / "there", range(2, 3), **path)  # step 2 again, as the third save
+    refused = (
+        f"trainer.default_hdfs_dir={URL}: global_step_2 is not copied, because global_step_2 there is not older (save 3; "
+        "this one is save 2)"
+    )
+    assert run_of(tmp_path / "here", max_ckpt_to_keep=1).is_finished(2)
+    assert f"the last checkpoint, global_step_2, is not at {URL}: {refused}" in caplog.text
+    assert RemoteStore(URL).checkpoints()[-1].sequence == 3
+    caplog.clear()
+    run = run_of(tmp_path / "here", max_ckpt_to_keep=2)
+    with planted(fails("get")):
+        assert run.claim() == (2, tmp_path / "here" / "global_step_2")
+    with run:
+        run.open(2, 99, {})
+        copied(run)
+        assert refused in caplog.text
+        assert [(one.step, one.sequence) for one in RemoteStore(URL).checkpoints()] == [(1, 1), (2, 3)]
+        save(run, 3)
+    assert [(one.step, one.sequence) for one in RemoteStore(URL).checkpoints()] == [(2, 3), (3, 4)]
+
+
+def test_saves_after_an_outage_at_the_start_are_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The other machine has gone on to step 4 while this one has only step 1 and does not reach the store."""
+    caplog.set_level(logging.INFO)
+    train(tmp_path / "here", range(1, 2))
+    train(tmp_path / "there", range(2, 5))
+    with planted(fails("ls", "cat", "put", "pipe")):
+        run = begun(run_of(tmp_path / "here", max_ckpt_to_keep=2))
+        save(run, 5)
+    assert read_manifest(tmp_path / "here" / "global_step_5").sequence == 2
+    with run:
+        copied(run)
+        assert "global_step_5 is not copied, because global_step_4 there is not older (save 4; this" in caplog.text
+        assert remote_steps() == [1, 2, 3, 4]
+        save(run, 6)
+    assert f"the last checkpoint, global_step_6, is at {URL}" in caplog.text
+    assert [(one.step, one.sequence) for one in RemoteStore(URL).checkpoints()] == [(4, 4), (6, 5)]
+
+
+def test_prune_keeps_the_last_copy_and_what_is_newer(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 5))
+    store = RemoteStore(URL)
+    store.prune(1, 2)
+    assert remote_steps() == [2, 3, 4]
+    store.prune(2, 9)  # not there: nothing is older than it
+    assert remote_steps() == [2, 3, 4]
+    store.prune(2, 4)
+    assert remote_steps() == [3, 4]
 
 
 def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:

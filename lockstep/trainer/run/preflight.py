@@ -19,8 +19,8 @@ from lockstep.registry import check_signature, find_registered, load_object
 from lockstep.rewards.custom import ARGUMENTS, BATCH_ARGUMENTS
 from lockstep.rewards.load import load_compute_score
 from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
-from lockstep.trainer.run.remote_store import check_url, find_path, reach, store_of
-from lockstep.trainer.run.run_config import check_remote_experiment, check_same_experiment, saved_config
+from lockstep.trainer.run.remote_store import check_url, find_path, reach
+from lockstep.trainer.run.run_config import check_same_experiment, saved_config, store_of
 from lockstep.utils.checkpoint_folder import read_manifest
 from lockstep.utils.files import ensure_writable
 from lockstep.utils.model_path import ADAPTER_CONFIG, is_adapter, locate_model
@@ -195,10 +195,7 @@ def _remote_store(config: PPOConfig | SupervisedConfig) -> None:
         return
     local = CheckpointStore(Path(trainer.default_local_dir).expanduser())
     check_url(store.key, store.url)
-    if newest := reach(store, local)[-1:]:
-        found = local.newest()
-        if trainer.resume_mode == "auto" and (found is None or read_manifest(found).sequence < newest[0].sequence):
-            check_remote_experiment(store, config, newest[0])
+    reach(store, local)
     if local.newest() is None and not getattr(trainer, "val_only", False):
         store.check_writable()
 

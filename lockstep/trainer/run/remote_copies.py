@@ -3,7 +3,8 @@
     save ─► submit ─► waiting (at most one: the newest) ─► upload, again after a pause if it fails ─► prune
 
 A step never waits for the store. A checkpoint that is being copied stays on disk until its copy is complete; one that waits is
-given up if a newer one is saved.
+given up if a newer one is saved. If the store is of another experiment or has a newer save, the copy is refused with a
+warning.
 """
 
 import logging
@@ -15,7 +16,7 @@ from types import TracebackType
 from lockstep.observability.jsonl import METRICS_FILE
 from lockstep.observability.run_folder import CONFIG, HISTORY, JOURNAL, JOURNAL_EVENTS
 from lockstep.observability.timeline import TIMELINE_FILE
-from lockstep.trainer.run.remote_store import Cancelled, RemoteStore
+from lockstep.trainer.run.remote_store import Cancelled, RemoteStore, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,13 @@ LONGEST_PAUSE_S = 300.0
 
 @dataclass(eq=False)
 class _Copy:
-    """number: of the save in this process. run_files: path -> its size at the save."""
+    """number: of the save in this process. run_files: path -> its size at the save. refused: the store must not take it."""
 
     number: int
     folder: Path
     run_files: dict[Path, int]
     uploaded: set[str] = field(default_factory=set)
+    refused: bool = False
 
 
 class RemoteCopies:
@@ -120,11 +122,12 @@ class RemoteCopies:
             logger.info("the last checkpoint, %s, is at %s", self._last.folder.name, self._store.name)
             return
         logger.warning(
-            "the last checkpoint, %s, is not at %s: %s. It is in %s; the same command copies it when it is run again",
+            "the last checkpoint, %s, is not at %s: %s. It is in %s%s",
             self._last.folder.name,
             self._store.name,
             self._failure or "its copy is not complete",
             self._last.folder,
+            "" if self._last.refused else "; the same command copies it when it is run again",
         )
 
     def _run(self) -> None:
@@ -141,7 +144,7 @@ class RemoteCopies:
                 self._changed.notify_all()
 
     def _copy(self, copy: _Copy) -> None:
-        """Upload until it succeeds, a newer checkpoint waits, or the run has ended."""
+        """Upload until it succeeds or is refused, a newer checkpoint waits, or the run has ended."""
         pause_s = FIRST_PAUSE_S
         while not self._upload(copy):
             with self._changed:
@@ -152,15 +155,17 @@ class RemoteCopies:
                 self._hurry = False
 
     def _upload(self, copy: _Copy) -> bool:
-        """One attempt."""
+        """One attempt; whether it was the last."""
         try:
-            self._store.upload(copy.folder, self._read(copy), copy.uploaded, lambda: self._cancelled)
+            copied = self._store.upload(copy.folder, self._read(copy), copy.uploaded, lambda: self._cancelled)
         except Cancelled:
             return False
         except Exception as error:  # noqa: BLE001 - the store's faults must not reach the run
-            if copy.folder.is_dir():  # else it was pruned before its copy began
-                self._note_failure(str(error))
-            return False
+            if not copy.folder.is_dir():  # it was pruned before its copy began
+                return False
+            copy.refused = isinstance(error, ValueError) and not isinstance(error, StoreError)
+            self._note_failure(str(error), copy.refused)
+            return copy.refused
         with self._changed:
             if self._failure:
                 logger.info("%s takes checkpoints again", self._store.name)
@@ -168,7 +173,7 @@ class RemoteCopies:
             self._num_copied = copy.number
         logger.debug("copied %s to %s", copy.folder, self._store.name)
         try:
-            self._store.prune(self._keep)
+            self._store.prune(self._keep, copied.step)
         except Exception as error:  # noqa: BLE001
             self._note_failure(str(error))
         return True
@@ -183,11 +188,14 @@ class RemoteCopies:
                 contents[path.relative_to(self._run_dir).as_posix()] = file.read(size)
         return contents
 
-    def _note_failure(self, message: str) -> None:
+    def _note_failure(self, message: str, refused: bool = False) -> None:
         with self._changed:
             is_first, self._failure = not self._failure, message
             self._num_failures += 1
             self._changed.notify_all()
+        if refused:
+            logger.warning("%s", message)
+            return
         logger.log(
             logging.WARNING if is_first else logging.DEBUG,
             "%s. Training goes on; copies are tried again, and checkpoint/remote_failures counts what fails",

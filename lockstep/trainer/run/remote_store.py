@@ -22,8 +22,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from lockstep.config.ppo import PPOConfig
-from lockstep.config.sft import SupervisedConfig
 from lockstep.trainer.run.checkpoint import TRACKER, CheckpointStore, verify
 from lockstep.utils.checkpoint_folder import (
     MANIFEST,
@@ -67,6 +65,7 @@ class RemoteStore:
     key:             the config key of the URL, for messages.
     name:            the URL as messages show it; by default without passwords.
     newest_sequence: the largest sequence seen at the store; 0 if none.
+    check:           called with a checkpoint that is there; ValueError if it belongs to another experiment.
     """
 
     def __init__(self, url: str, key: str = STORE_KEY, name: str | None = None) -> None:
@@ -74,11 +73,21 @@ class RemoteStore:
         self.key = key
         self.name = name or masked(self.url)
         self.newest_sequence = 0
+        self.check: Callable[[Manifest], None] = lambda checkpoint: None
+        self._is_checked = False
         self._opened: tuple[Any, str] | None = None
 
     def checkpoints(self) -> list[Manifest]:
         """The complete checkpoints, oldest save first."""
         return _by_age(self._states())
+
+    def checked(self) -> list[Manifest]:
+        """`checkpoints`, after a check of the newest."""
+        found = self.checkpoints()
+        for newest in found[-1:]:
+            self.check(newest)
+        self._is_checked = True
+        return found
 
     def checkpoint(self, step: int) -> Manifest | None:
         """The complete checkpoint of a step."""
@@ -87,8 +96,8 @@ class RemoteStore:
             return self._state(step)[1]
 
     def read(self, step: int, name: str) -> bytes:
-        """A small file of a checkpoint."""
-        with self._errors("cannot be read"):
+        """A small file of a checkpoint; FileNotFoundError if it is missing."""
+        with self._errors("cannot be read", FileNotFoundError):
             content: bytes = self._filesystem.cat_file(f"{self._folder(step)}/{name}")
             return content
 
@@ -106,20 +115,26 @@ class RemoteStore:
         run_files: Mapping[str, bytes],
         uploaded: set[str],
         is_cancelled: Callable[[], bool] = lambda: False,
-    ) -> None:
+    ) -> Manifest:
         """Copy a complete local checkpoint; no-op if it is there already.
+
+        Returns its manifest. ValueError if the store is of another experiment or has a save that is not older: nothing is
+        changed then.
 
         uploaded: the files of an earlier attempt, which are not copied again; this attempt adds its own.
         """
         local = read_manifest(folder)
         files = local.files | {MANIFEST: _entry(folder / MANIFEST)}
-        with self._errors(f"cannot take {folder.name}"):
+        what = f"cannot take {folder.name}"
+        if not uploaded:
+            with self._errors(what):
+                is_ours, there = self._state(local.step)
+            if there is not None and files.items() <= there.files.items():
+                return local
+            self._refuse_older(local, folder)
+        with self._errors(what):
             filesystem, target = self._filesystem, self._folder(local.step)
             if not uploaded:
-                is_ours, there = self._state(local.step)
-                if there is not None and files.items() <= there.files.items():
-                    self._note(there)
-                    return
                 self._clear(target, is_ours)
             for name, entry in files.items():
                 if is_cancelled():
@@ -142,15 +157,24 @@ class RemoteStore:
             filesystem.pipe_file(f"{target}/{UPLOAD}", json.dumps(asdict(complete), indent=2).encode())
             self._note(complete)
             filesystem.pipe_file(f"{self._root}/{TRACKER}", str(local.step).encode())
+        return local
 
-    def prune(self, keep: int | None) -> None:
-        """Remove all but the `keep` newest checkpoints, and what killed runs have left of incomplete ones."""
+    def prune(self, keep: int | None, step: int) -> None:
+        """Remove all but the `keep` newest checkpoints, and what killed runs have left of incomplete ones.
+
+        step: the last copy, which stays, as does all that is newer.
+        """
         states = self._states()
-        incomplete = [step for step, manifest in states.items() if manifest is None]
-        old = [manifest.step for manifest in _by_age(states)[:-keep]] if keep is not None else []
+        last = states.pop(step, None)
+        incomplete = [other for other, manifest in states.items() if manifest is None]
+        old = []
+        if keep is not None and last is not None:
+            others = _by_age(states)
+            surplus = others[: max(0, len(others) - (keep - 1))]
+            old = [manifest.step for manifest in surplus if manifest.sequence < last.sequence]
         with self._errors("old checkpoints cannot be removed"):
-            for step in [*incomplete, *old]:
-                target = self._folder(step)
+            for other in [*incomplete, *old]:
+                target = self._folder(other)
                 self._clear(target, is_ours=True)
                 self._filesystem.rm(target, recursive=True)
 
@@ -229,6 +253,17 @@ class RemoteStore:
         self._note(manifest)
         return True, manifest
 
+    def _refuse_older(self, local: Manifest, folder: Path) -> None:
+        """ValueError unless the store is of this experiment and all saves there are older."""
+        found = self.checkpoints() if self._is_checked else self.checked()
+        for newest in found[-1:]:
+            if newest.sequence >= local.sequence:
+                raise ValueError(
+                    f"{self.key}={self.name}: {folder.name} is not copied, because {folder_name(newest.step)} there is not older "
+                    f"(save {newest.sequence}; this one is save {local.sequence}). The next save is copied; to resume from "
+                    f"this one, set trainer.resume_mode=resume_path {PATH_KEY}={folder}"
+                )
+
     def _note(self, manifest: Manifest) -> None:
         self.newest_sequence = max(self.newest_sequence, manifest.sequence)
 
@@ -263,13 +298,6 @@ class RemoteStore:
             raise StoreError(f"{self.key}={self.name}: {what} ({text})") from None
 
 
-def store_of(config: PPOConfig | SupervisedConfig) -> RemoteStore | None:
-    """The store of a run."""
-    url = config.trainer.default_hdfs_dir
-    written, _ = config.from_environment.get(STORE_KEY, (None, None))
-    return RemoteStore(url, name=written) if url else None
-
-
 def folder_name(step: int) -> str:
     return f"global_step_{step}"
 
@@ -285,9 +313,12 @@ def retried(call: Callable[[], T]) -> T:
 
 
 def reach(store: RemoteStore, local: CheckpointStore) -> list[Manifest]:
-    """The checkpoints at the store; if it fails, a warning, or StoreError for a run without local checkpoints."""
+    """The checkpoints at the store; if it fails, a warning, or StoreError for a run without local checkpoints.
+
+    ValueError if they belong to another experiment.
+    """
     try:
-        return retried(store.checkpoints)
+        return retried(store.checked)
     except StoreError as error:
         if local.newest() is None:
             raise StoreError(f"{error}; {NEEDED_AT_START}") from None
@@ -300,14 +331,11 @@ NEEDED_AT_START = (
 )
 
 
-def find_or_fetch(
-    store: RemoteStore, local: CheckpointStore, check: Callable[[Manifest], None]
-) -> tuple[int, Path] | None:
+def find_or_fetch(store: RemoteStore, local: CheckpointStore) -> tuple[int, Path] | None:
     """The newest checkpoint of both, in the local folder; None to start at step 0.
 
-    A damaged remote checkpoint is skipped with a warning; ValueError if there is no intact one anywhere.
-
-    check: called with a remote checkpoint before it is fetched; raises to refuse it.
+    A damaged remote checkpoint is skipped with a warning; ValueError if there is no intact one anywhere, or if the store is of
+    another experiment.
     """
     found, local_damage = None, None
     try:
@@ -320,7 +348,7 @@ def find_or_fetch(
         if manifest.sequence <= newest_local:
             break
         try:
-            check(manifest)
+            store.check(manifest)
             return manifest.step, _fetch(store, manifest, local, restore=True)
         except DamagedCopy as damage:
             logger.warning("skipping a remote checkpoint: %s", damage)

@@ -7,6 +7,7 @@ a digest of their values in a comment at the end.
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import as_written, get_in, resolved_value, to_plain
 from lockstep.config.sft import SupervisedConfig
 from lockstep.observability.run_folder import CONFIG, HISTORY, starts
-from lockstep.trainer.run.remote_store import RemoteStore
+from lockstep.trainer.run.remote_store import STORE_KEY, RemoteStore, StoreError
 from lockstep.utils.checkpoint_folder import Manifest
 from lockstep.utils.files import atomic_write_text
 
@@ -93,6 +94,8 @@ def _parsed(read: Callable[[], bytes], path: Path | str) -> SavedConfig:
         content = yaml.safe_load(text)
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}")
+    except StoreError:
+        raise
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         logger.warning("%s cannot be read (%s): changed settings are not reported", path, reason)
@@ -102,8 +105,20 @@ def _parsed(read: Callable[[], bytes], path: Path | str) -> SavedConfig:
     return saved
 
 
-def check_remote_experiment(store: RemoteStore, config: PPOConfig | SupervisedConfig, checkpoint: Manifest) -> None:
-    """`check_same_experiment` for a checkpoint at the store."""
+def store_of(config: PPOConfig | SupervisedConfig) -> RemoteStore | None:
+    """The store of a run. If the run reads or writes checkpoints there, those of another experiment are refused."""
+    trainer = config.trainer
+    if not trainer.default_hdfs_dir:
+        return None
+    written, _ = config.from_environment.get(STORE_KEY, (None, None))
+    store = RemoteStore(trainer.default_hdfs_dir, name=written)
+    if trainer.resume_mode == "auto" or not getattr(trainer, "val_only", False):
+        store.check = partial(_check_remote_experiment, store, config)
+    return store
+
+
+def _check_remote_experiment(store: RemoteStore, config: PPOConfig | SupervisedConfig, checkpoint: Manifest) -> None:
+    """`check_same_experiment` for a checkpoint at the store; StoreError if its config cannot be read now."""
     name = f"{store.name}/global_step_{checkpoint.step}/{CONFIG}"
     saved = _parsed(lambda: store.read(checkpoint.step, CONFIG), name)
     check_same_experiment(store.name, config, saved, key=store.key)
@@ -137,11 +152,11 @@ def check_same_experiment(
         section = "model" if isinstance(config, SupervisedConfig) else "actor_rollout_ref.model"
         rank = f"{section}.lora_rank"
         goes_on = get_in(saved, rank, 0) and get_in(now, rank, 0)  # with its adapter; otherwise that would be merged
+        restart = "" if key == STORE_KEY else "or trainer.resume_mode=disable to start from scratch; "
         raise ValueError(
             f"{key}={run_dir} has checkpoints of another experiment: {'; '.join(changed)}. "
-            f"Set another {key}; or trainer.resume_mode=disable to start from scratch; or, to start from "
-            f"its weights, another {key} and {section}.{'lora_adapter_path' if goes_on else 'path'} set to one "
-            "of its checkpoints (global_step_N)"
+            f"Set another {key}; {restart}or, to start from its weights, another {key} and "
+            f"{section}.{'lora_adapter_path' if goes_on else 'path'} set to one of its checkpoints (global_step_N)"
         )
 
 

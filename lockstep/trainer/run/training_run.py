@@ -7,7 +7,6 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,13 @@ from lockstep.observability.run_folder import CONFIG
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.run.remote_copies import RemoteCopies
-from lockstep.trainer.run.remote_store import RemoteStore, fetch_path, find_or_fetch, reach, store_of
+from lockstep.trainer.run.remote_store import RemoteStore, fetch_path, find_or_fetch, reach
 from lockstep.trainer.run.run_config import (
     as_yaml,
-    check_remote_experiment,
     check_same_experiment,
     report_changes,
     saved_config,
+    store_of,
     write_run_config,
 )
 from lockstep.utils.state_file import save_state
@@ -114,10 +113,9 @@ class TrainingRun(ExitStack):
     def _find(self, mode: ResumeMode, path: str | None) -> tuple[int, Path] | None:
         """`CheckpointStore.find`, also at remote stores, whose checkpoint is then fetched."""
         if self.store is not None and mode == "auto":
-            check = partial(check_remote_experiment, self.store, self.config)
-            return find_or_fetch(self.store, self.checkpoints, check)
+            return find_or_fetch(self.store, self.checkpoints)
         if self.store is not None:
-            reach(self.store, self.checkpoints)  # for the sequence of the next save
+            reach(self.store, self.checkpoints)  # checks its experiment; for the sequence of the next save
         if mode == "resume_path" and path is not None and "://" in path:
             is_own = self.store is not None and path.rstrip("/").rpartition("/")[0] == self.store.url
             return fetch_path(path, self.checkpoints, restore=is_own)
