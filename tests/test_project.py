@@ -19,11 +19,12 @@ from lockstep.agents.tools.load import load_tools
 from lockstep.config.compat import UNSUPPORTED_VALUES
 from lockstep.config.compose import PRESETS, load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.sft import SFTConfig
 
 ROOT = Path(__file__).parents[1]
 OPTIONAL = (
     *("ray", "vllm", "wandb", "mlflow", "swanlab", "starlette", "uvicorn", "langgraph", "langchain_core"),
-    *("mcp", "bm25s", "reasoning_gym", "skyrl_gym", "openenv", "verifiers"),
+    *("mcp", "bm25s", "reasoning_gym", "skyrl_gym", "openenv", "verifiers", "megatron", "deepspeed"),
 )
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -41,7 +42,8 @@ def test_every_yaml_file_loads() -> None:
 
 @pytest.mark.parametrize("path", sorted(PRESETS.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}={path.stem}")
 def test_every_preset_composes(path: Path) -> None:
-    load_config(PPOConfig, [f"{path.parent.name}={path.stem}"], run_checks=False)
+    config = SFTConfig if path.parent.name in ("engine", "optim") else PPOConfig
+    load_config(config, [f"{path.parent.name}={path.stem}"], run_checks=False)
 
 
 def test_every_example_configuration_loads() -> None:
@@ -56,8 +58,9 @@ def test_every_example_configuration_loads() -> None:
 
 def test_every_module_imports_without_the_extras() -> None:
     modules = [module.name for module in pkgutil.walk_packages(lockstep.__path__, "lockstep.")]
-    with_ray = (".ray_backend", ".verl.single_controller.ray.")  # import Ray; nothing else does
-    modules = [name for name in modules if not any(part in name for part in with_ray)]
+    # these import Ray and Megatron; nothing else does
+    needing = (".ray_backend", ".verl.single_controller.ray.", ".engines.train.megatron")
+    modules = [name for name in modules if not any(part in name for part in needing)]
     modules.remove("lockstep.agents.endpoint.server")  # imports Starlette; nothing else does
     modules.remove("lockstep.agents.loops.chat_model")  # imports LangChain; nothing else does
     script = (
