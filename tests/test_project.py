@@ -175,10 +175,18 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_every_test_is_in_one_of_two_storeys() -> None:
+def test_every_test_is_run_by_one_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    assert re.findall(r"pytest -m (.+) \$\(PYTEST_ARGS\)", makefile) == ['"not slow"', "slow"]
-    assert "\nmake test test-all" in (ROOT / ".ci/run").read_text()
+    quick, slow, *engines = re.findall(r"pytest -m (.+) \$\(PYTEST_ARGS\)(.*)", makefile)
+    rest = "not megatron and not deepspeed"
+    assert (quick, slow) == ((f'"not slow and {rest}"', ""), (f'"slow and {rest}"', ""))
+    assert [marker for marker, _ in engines] == ["megatron", "deepspeed"]
+    for marker, places in engines:
+        marked = [file for file in (ROOT / "tests").rglob("test_*.py") if f"pytest.mark.{marker}" in file.read_text()]
+        folders = [ROOT / place for place in places.split()]
+        assert [file for file in marked if not {file, *file.parents} & set(folders)] == []
+    calls = (ROOT / ".ci/run").read_text()
+    assert "\nmake test test-all" in calls and "\nmake test-megatron test-deepspeed\n" in calls
 
 
 def test_the_command_is_the_cli() -> None:
