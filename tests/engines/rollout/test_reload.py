@@ -194,7 +194,7 @@ def test_placeholders_and_the_shell(server: FakeTgi, folder: Path, tmp_path: Pat
             {},
             r"reload_command failed: exited with code 1: .* '?{url}'? .*; its last output: 5 \| 6 \| 7 \| 8 \| no GPU \(.*\.log\)$",
         ),
-        (script("print('starting', flush=True); time.sleep(60)"), {"reload_timeout_s": 1.0}, "hang"),
+        (script("print('starting', flush=True); time.sleep(60)"), {"reload_timeout_s": 5.0}, "hang"),
         (
             "no_such_program {folder}",
             {},
@@ -207,7 +207,7 @@ def test_a_command_that_does_not_work(
     command: str, settings: dict[str, Any], message: str, server: FakeTgi, folder: Path, tmp_path: Path
 ) -> None:
     if message == "hang":
-        message = r"reload_command did not end within .*timeout_s=1 and was killed: has not ended: .*; its last output: starting"
+        message = r"reload_command did not end within .*timeout_s=5 and was killed: has not ended: .*; its last output: starting"
     engine = engine_of([server.url], folder, tmp_path, command, **settings)
     with pytest.raises(ServerError, match=f"^{server.url}: .*{message.replace('{url}', server.url)}"):
         update(engine, changed_model(folder, 1), 1)
@@ -219,8 +219,8 @@ def test_a_command_that_does_not_work(
 
 def test_a_server_that_does_not_return(server: FakeTgi, folder: Path, tmp_path: Path) -> None:
     server.state.reload = "die"
-    engine = engine_of([server.url], folder, tmp_path, reload_command(), reload_timeout_s=1.5)
-    message = rf"^{server.url}: cannot connect .*; not ready .*reload_timeout_s=1\.5 after .*, which exited with code 0: .*loading"
+    engine = engine_of([server.url], folder, tmp_path, reload_command(), reload_timeout_s=6.0)
+    message = rf"^{server.url}: cannot connect .*; not ready .*reload_timeout_s=6 after .*, which exited with code 0: .*loading"
     with pytest.raises(ServerError, match=message):
         update(engine, changed_model(folder, 1), 1)
     server.start()
