@@ -729,8 +729,9 @@ def test_a_killed_run_goes_on_elsewhere(overrides: list[str], tmp_path: Path, mo
     assert program.wait() == -signal.SIGKILL
     shutil.rmtree(tmp_path / "run")
     assert main_ppo.main(remote) == 0
-    same_run(tmp_path / "run", tmp_path / "whole", 6)
-    if mode == "one_step_off":
+    if mode == "synchronous":
+        same_run(tmp_path / "run", tmp_path / "whole", 6)
+    else:  # its metrics have times that no comparison leaves out
         trained = trained_groups(tmp_path / "run")
         assert list(trained) == list(range(1, 7)) and trained == trained_groups(tmp_path / "whole")
 
