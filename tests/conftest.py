@@ -12,6 +12,7 @@ import torch
 
 from lockstep.config.estimators import ESTIMATOR_INPUTS
 from lockstep.registry import USER_MODULE, Registry, _module_of
+from lockstep.utils.distributed import leave_process_group
 from lockstep.utils.host import choose_matrix_library
 
 if TYPE_CHECKING:
@@ -79,6 +80,13 @@ def _keep_mkldnn() -> Iterator[None]:
     enabled = torch.backends.mkldnn.enabled
     yield
     torch._C._set_mkldnn_enabled(enabled)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leave_process_group() -> Iterator[None]:
+    """An engine in the test process creates a process group of one rank, which no other file's tests may meet."""
+    yield
+    leave_process_group()
 
 
 @pytest.fixture
