@@ -40,7 +40,11 @@ def curve_of(run: RunFolder, metric: str) -> dict[str, Any]:
         if size == 1
         else {
             "size": size,
-            **{name: _listed(axis[_last_of_buckets(len(values), size)]) for name, axis in axes.items() if axis is not None},
+            **{
+                name: _listed(axis[_last_of_buckets(len(values), size)])
+                for name, axis in axes.items()
+                if axis is not None
+            },
             "value": _listed(bucket_means(values, size)),
         },
     }
@@ -106,7 +110,9 @@ def samples_at(run: Path, steps: np.ndarray) -> np.ndarray | None:
     begun = starts(run)
     total = np.zeros(len(steps), np.int64)
     for number, (start, config) in enumerate(begun):
-        end = min((later for later, _ in begun[number + 1 :]), default=2**53)  # a start from an earlier step replaces what followed it
+        end = min(
+            (later for later, _ in begun[number + 1 :]), default=2**53
+        )  # a start from an earlier step replaces what followed it
         if end <= start:
             continue
         try:

@@ -33,7 +33,7 @@ def band(request: ApiRequest) -> dict[str, Any]:
 
 
 def settings(request: ApiRequest) -> dict[str, Any]:
-    """The settings that differ between runs (`runs`: a JSON list of names); runs whose config cannot be read are named with the reason."""
+    """The settings that differ between runs; `unread`: those whose config cannot be read, and why."""
     readable, configs, unread = [], [], []
     for run in request.several_runs():
         try:
