@@ -104,9 +104,10 @@ def test_metrics_have_meaning_and_group(tmp_path: Path) -> None:
         "name": "actor/entropy",
         "group": "actor",
         "meaning": "mean entropy of the next-token distribution, in nats",
-        "main": True,
+        "main": 3,
     }
-    assert not found["critic/score/max"]["main"] and found["val-core/math/reward/mean@2"]["main"]
+    assert found["critic/score/mean"]["main"] == 0 and found["val-core/math/reward/mean@2"]["main"] == 1
+    assert found["critic/score/max"]["main"] is None
 
 
 def test_bands_against_the_statistics_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

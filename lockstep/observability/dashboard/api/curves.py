@@ -13,11 +13,11 @@ MOST_METRICS = 2000
 
 
 def metric_names(request: ApiRequest) -> list[dict[str, Any]]:
-    """group: the first part of the name; main: whether it is shown unless others are chosen."""
+    """group: the first part of the name; main: its place among those that are shown unless others are chosen, or None."""
     names = request.run().metrics.names()
-    main = default_metrics(names)
+    main = {name: place for place, name in enumerate(default_metrics(names))}
     return [
-        {"name": name, "group": name.partition("/")[0], "meaning": explain(name), "main": name in main}
+        {"name": name, "group": name.partition("/")[0], "meaning": explain(name), "main": main.get(name)}
         for name in names[:MOST_METRICS]
     ]
 

@@ -135,7 +135,7 @@
       const save = el("button", { type: "button", title: "Download the points as CSV", "aria-label": `Download ${metric} as CSV` }, "CSV");
       save.addEventListener("click", () => download(`${metric.replaceAll(/[^\w.@-]+/g, "_")}.csv`, csv(metric, this.curves)));
       const close = el("button", { type: "button", title: "Remove this chart", "aria-label": `Remove ${metric}`, onclick: remove }, "×");
-      this.element = el("figure", {}, el("figcaption", {}, el("h3", {}, metric), save, close), el("p", { class: "meaning" }, meaning || ""), this.chart, this.note);
+      this.element = el("figure", {}, el("figcaption", {}, el("h3", {}, metric), save, close), el("p", { class: "meaning" }, Lockstep.prose(meaning || "")), this.chart, this.note);
       this.element.figure = this;
     }
 
@@ -237,16 +237,19 @@
         window: WINDOWS.includes(Number(params.smooth)) ? Number(params.smooth) : 1,
       };
       async function learn(run) {
-        for (const metric of await api("/api/metrics", { run })) if (!known.has(metric.name) || metric.main) known.set(metric.name, metric);
+        for (const metric of await api("/api/metrics", { run })) if (!known.has(metric.name) || metric.main !== null) known.set(metric.name, metric);
       }
+      const waiting = el("p", { class: "note", role: "status" }, "Reading the metrics…");
+      main.append(waiting);
       const [first] = await Promise.allSettled(runs.map(learn));
+      waiting.remove();
       if (first.status === "rejected") throw first.reason;
       if (!known.size) {
         main.append(el("p", {}, "This run has no metrics yet."));
         context.onChange((change) => change.run === context.run && context.go("curves", { again: String(change.step) }));
         return null;
       }
-      const mains = () => [...known.values()].filter((metric) => metric.main).map((metric) => metric.name);
+      const mains = () => [...known.values()].filter((metric) => metric.main !== null).sort((a, b) => a.main - b.main).map((metric) => metric.name);
       let chosen = names(params.metric);
       const shown = () => (chosen.length ? chosen : mains().length ? mains() : [...known.keys()].slice(0, 6)).slice(0, MOST_CHARTS);
 
