@@ -73,7 +73,7 @@ def dumps_in(folder: Path) -> dict[int, Path]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     stems = (name[: -len(".jsonl")] for name in names if name.endswith(".jsonl"))
-    return {int(stem): folder / f"{stem}.jsonl" for stem in stems if stem.isdecimal() and len(stem) < 19}
+    return {int(stem): folder / f"{stem}.jsonl" for stem in stems if stem.isdecimal() and len(stem) < 16}
 
 
 def dumps_of_run(run: Path, validation: bool) -> dict[int, Path]:

@@ -19,7 +19,6 @@ COLUMNS = {"input": "prompt", "output": "answer"}
 class Hit:
     """A row that has the text. column: prompt or answer; excerpt: the text and what is around it."""
 
-    line: int
     row: Row
     column: str
     excerpt: str
@@ -35,17 +34,18 @@ class TextSearch:
         ascii_parts = re.findall(r"[\0-\x7f]+", text)  # other characters may be written as they are or as JSON escapes
         self._needle = json.dumps(max(ascii_parts, key=len, default=""))[1:-1].lower().encode()
 
-    def lines(self, path: Path) -> Iterator[Hit | None]:
-        """One item per line of the file: None if it does not match."""
+    def lines(self, path: Path, number: int = 0, offset: int = 0) -> Iterator[tuple[int, int, Hit | None]]:
+        """(number, offset, hit or None) of each line of the file from line `number` on, which is at the offset."""
         with open(path, "rb") as file:
-            for number, _, line in lines_of(file):
-                yield self._hit(number, line) if self._needle in line.lower() else None
+            file.seek(offset)
+            for place, begin, line in lines_of(file, number):
+                yield place, begin, self._hit(line) if self._needle in line.lower() else None
 
     def matching(self, path: Path) -> set[int]:
         """The lines that match."""
-        return {hit.line for hit in self.lines(path) if hit is not None}
+        return {line for line, _, hit in self.lines(path) if hit is not None}
 
-    def _hit(self, number: int, line: bytes) -> Hit | None:
+    def _hit(self, line: bytes) -> Hit | None:
         row = parse_row(line)
         for column, name in COLUMNS.items() if row is not None else ():
             text = text_in(row, column)
@@ -54,5 +54,5 @@ class TextSearch:
                 excerpt = (
                     f"{'…' * (begin > 0)}{text[begin : match.end() + AROUND]}{'…' * (match.end() + AROUND < len(text))}"
                 )
-                return Hit(number, row, name, excerpt)
+                return Hit(row, name, excerpt)
         return None

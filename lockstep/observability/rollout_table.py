@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,6 +101,10 @@ class StepTable:
         found = {row.line: row for group in self.groups for row in group.rows}
         return dict(sorted(found.items()))
 
+    @cached_property
+    def summary(self) -> "StepSummary":
+        return _summary(self)
+
     def read(self, row: TableRow) -> Row:
         """The whole row. Raises ValueError if the file has changed since the table was made."""
         with open(self.path, "rb") as file:
@@ -108,6 +113,37 @@ class StepTable:
         if whole is None:
             raise ValueError(f"{self.path} has changed while it was read: try again")
         return whole
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """stops: finish reason -> responses, most first; num_equal: groups of several responses with equal scores, of num_several."""
+
+    num_groups: int
+    stats: GroupStats | None
+    stops: dict[str, int]
+    num_several: int
+    num_equal: int
+    has_advantage: bool
+    has_turns: bool
+    num_tool_errors: int
+    num_reward_failed: int
+
+
+def _summary(table: StepTable) -> StepSummary:
+    rows = list(table.rows.values())
+    several = [group for group in table.groups if len(group.rows) > 1]
+    return StepSummary(
+        num_groups=len(table.groups),
+        stats=stats_of(rows) if rows else None,
+        stops=dict(Counter(row.finish_reason or "unknown" for row in rows).most_common(20)),
+        num_several=len(several),
+        num_equal=sum(group.has_equal_scores for group in several),
+        has_advantage=any(not math.isnan(row.advantage) for row in rows),
+        has_turns=any(not math.isnan(row.turns) for row in rows),
+        num_tool_errors=sum(row.tool_errors > 0 for row in rows),
+        num_reward_failed=sum(row.reward_failed for row in rows),
+    )
 
 
 def read_table(path: Path) -> StepTable:
@@ -130,9 +166,9 @@ def read_table(path: Path) -> StepTable:
     return StepTable(path, stamp, list(groups.values()), damaged)
 
 
-def lines_of(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """(number from 0, offset, line) from the file's position on; a line that is too long is empty."""
-    offset, number = file.tell(), 0
+def lines_of(file: BinaryIO, number: int = 0) -> Iterator[tuple[int, int, bytes]]:
+    """(number, offset, line) from the file's position on, which is at line `number`; a line that is too long is empty."""
+    offset = file.tell()
     while line := file.readline(MAX_LINE_BYTES):
         size = len(line)
         if size == MAX_LINE_BYTES and not line.endswith(b"\n"):
@@ -161,7 +197,6 @@ def parse_row(line: bytes) -> Row | None:
 def _table_row(row: Row, line: int, group: int, offset: int, size: int) -> TableRow:
     score = number_in(row, "score")
     accuracy = number_in(row, "acc")
-    reason = row.get("finish_reason")
     return TableRow(
         line=line,
         group=group,
@@ -170,7 +205,7 @@ def _table_row(row: Row, line: int, group: int, offset: int, size: int) -> Table
         score=score,
         advantage=number_in(row, "advantage"),
         length=number_in(row, "length"),
-        finish_reason=None if reason is None else sys.intern(str(reason)[:40]),
+        finish_reason=sys.intern(text_in(row, "finish_reason")[:40]) or None,
         turns=number_in(row, "num_turns"),
         tool_errors=number_in(row, "tool_error_counts"),
         reward_failed=number_in(row, "reward_failed") > 0,
@@ -188,7 +223,7 @@ def stats_of(rows: list[TableRow]) -> GroupStats:
         mean=mean,
         low=min(scores, default=math.nan),
         high=max(scores, default=math.nan),
-        std=math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores)) if scores else math.nan,
+        std=math.hypot(*(score - mean for score in scores)) / math.sqrt(len(scores)) if scores else math.nan,
         length=sum(lengths) / len(lengths) if lengths else math.nan,
         cut=sum(row.finish_reason == "length" for row in rows) / n,
         pass_rate=sum(row.passed for row in rows) / n,
@@ -196,21 +231,26 @@ def stats_of(rows: list[TableRow]) -> GroupStats:
 
 
 def uid_of(row: Row) -> str | None:
-    uid = row.get("uid")
-    return None if uid is None else str(uid)[:200]
+    return text_in(row, "uid")[:200] or None
 
 
 def text_in(row: Row, column: str) -> str:
     """The column as text: JSON if it is something else, empty if it is missing."""
-    value: Any = row.get(column)
+    return as_text(row.get(column))
+
+
+def as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    return "" if value is None else json.dumps(value, ensure_ascii=False)
+    try:
+        return "" if value is None else json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "(nested too deeply)"
 
 
 def prompt_digest(row: Row) -> bytes:
     """Names a prompt in all steps: its text and, if the dump has it, the row of the data set that it is."""
-    text = f"{row.get('index')}\0{text_in(row, 'input')}"
+    text = f"{text_in(row, 'index')}\0{text_in(row, 'input')}"
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.observability.dashboard.runs import RunFolder
-from lockstep.observability.rollout_files import dumps_of_run, number_in
+from lockstep.observability.rollout_files import number_in
 from lockstep.utils.untrusted import JSON_ERRORS
 
 WIDTH = 1.96
@@ -36,8 +36,8 @@ def band_of(run: RunFolder, metric: str) -> dict[str, Any]:
     unread = 0
     if match is not None:
         try:
-            dumps = dumps_of_run(run.folder, validation=True)
-        except ValueError:  # the run has none
+            dumps = run.rollouts.files("validation")
+        except ValueError:  # the run has no config
             dumps = {}
         steps, values, _ = run.metrics.column(metric)
         key = (match["variable"], int(match["n"]))

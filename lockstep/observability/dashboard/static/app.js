@@ -60,9 +60,9 @@
       runs: found,
       params,
       go: (to, more = {}) => go(to, { run, ...more }),
-      /** Change parameters of the address without building the panel again; null removes one. */
+      /** Change parameters of the address without building the panel again; those that are undefined, null or "" are removed. */
       set: (more) => {
-        const kept = Object.entries({ ...address().params, ...more }).filter(([, value]) => value !== null && value !== undefined);
+        const kept = Object.entries({ ...address().params, ...more }).filter(([, value]) => (value ?? "") !== "");
         history.replaceState(null, "", `#/${panel.id}?${new URLSearchParams(kept)}`);
       },
       /** Called with {run, step} when a run has changed. */
