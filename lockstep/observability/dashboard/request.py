@@ -76,7 +76,8 @@ class Recorded:
     def url(self) -> str:
         """As the page's `URLSearchParams` writes it."""
         query = "&".join(
-            f"{name}={quote_plus(value, safe='*').replace('~', '%7E')}" for name, value in self.params.items()
+            f"{name}={quote_plus(value, safe='*', errors='replace').replace('~', '%7E')}"
+            for name, value in self.params.items()
         )
         return f"{self.path}?{query}" if query else self.path
 
