@@ -60,8 +60,11 @@
       runs: found,
       params,
       go: (to, more = {}) => go(to, { run, ...more }),
-      /** Change parameters of the address without building the panel again. */
-      set: (more) => history.replaceState(null, "", `#/${panel.id}?${new URLSearchParams({ ...address().params, ...more })}`),
+      /** Change parameters of the address without building the panel again; those that are undefined, null or "" are removed. */
+      set: (more) => {
+        const kept = Object.entries({ ...address().params, ...more }).filter(([, value]) => (value ?? "") !== "");
+        history.replaceState(null, "", `#/${panel.id}?${new URLSearchParams(kept)}`);
+      },
       /** Called with {run, step} when a run has changed. */
       onChange: (listener) => listeners.add(listener),
     };
