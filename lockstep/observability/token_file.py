@@ -2,13 +2,14 @@
 
 batch ─► trainer/ppo/token_dump.py ─► write ─► file ─► read ─► `lockstep rollouts --tokens`, the dashboard
 
-A row per response; columns are named like the batch keys (`protocol/keys.py`), and `*_pieces` are the bytes of each token, so that readers
-need neither the tokenizer nor torch. Numbers that a run did not compute have no column.
+A row per response; columns are named like the batch keys (`protocol/keys.py`), and `*_pieces` are the bytes of each token, so that
+readers need neither the tokenizer nor torch. Numbers that a run did not compute have no column.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 NUMBERS = {
     "rollout_log_probs": "log-prob at sampling time",
-    "old_log_probs": "log-prob by the trainer before the update",
+    "old_log_probs": "log-prob by the trainer, before the update",
     "ref_log_prob": "log-prob by the reference policy",
     "entropys": "entropy of the trainer's policy",
     "advantages": "advantage",
@@ -74,7 +75,7 @@ class RowTokens:
         return sampled
 
     def shown(self) -> dict[str, np.ndarray]:
-        """`numbers` and the gap, NaN at tokens that have none: those that the policy did not write have no log-prob of the rollout."""
+        """`numbers` and the gap, NaN at tokens that have none: the rollout has no log-prob of what the policy did not write."""
         found = dict(self.numbers)
         if "rollout_log_probs" in found:
             found["rollout_log_probs"] = np.where(self.is_sampled, found["rollout_log_probs"], np.nan)
@@ -86,7 +87,7 @@ class RowTokens:
         """(begin, end, written by the policy) of each run of response tokens."""
         sampled = self.is_sampled
         edges = [0, *(np.flatnonzero(sampled[1:] != sampled[:-1]) + 1).tolist(), len(sampled)]
-        return [(begin, end, bool(sampled[begin])) for begin, end in zip(edges, edges[1:]) if end > begin]
+        return [(begin, end, bool(sampled[begin])) for begin, end in pairwise(edges) if end > begin]
 
     def missing(self) -> dict[str, str]:
         """Numbers that this file lacks and that a setting would have added, with the setting."""
@@ -139,7 +140,12 @@ _REPEATED = ("advantages", "token_level_rewards")
 def _types() -> "dict[str, pa.DataType]":
     import pyarrow as pa
 
-    lists = {"prompts": pa.int32(), "responses": pa.int32(), "prompt_pieces": pa.binary(), "response_pieces": pa.binary()}
+    lists = {
+        "prompts": pa.int32(),
+        "responses": pa.int32(),
+        "prompt_pieces": pa.binary(),
+        "response_pieces": pa.binary(),
+    }
     lists |= {"response_mask": pa.bool_(), "policy_versions": pa.int32()} | dict.fromkeys(NUMBERS, pa.float32())
     return {"row": pa.int32(), "uid": pa.string()} | {name: pa.list_(kind) for name, kind in lists.items()}
 
@@ -153,7 +159,7 @@ def _column(rows: Sequence[Any], kind: "pa.DataType") -> "pa.Array":
     if pa.types.is_binary(kind.value_type):
         values = pa.array([piece for row in rows for piece in row], kind.value_type)
     else:
-        values = pa.array(np.concatenate([*map(np.asarray, rows), []]), kind.value_type, safe=False)
+        values = pa.array(np.concatenate(rows) if rows else [], kind.value_type)
     return pa.ListArray.from_arrays(pa.array(offsets), values)
 
 
@@ -165,7 +171,7 @@ def rows_in(path: Path) -> list[int]:
 
 
 def read(path: Path, row: int) -> RowTokens:
-    """The tokens of a row of the dump. NoTokens if they were not written; ValueError if the file is damaged or another kind of file."""
+    """The tokens of a row of the dump. NoTokens if they were not written; ValueError if the file is damaged or of another kind."""
     import pyarrow as pa
 
     with _opened(path) as file:
@@ -173,8 +179,8 @@ def read(path: Path, row: int) -> RowTokens:
             rows = file.read(columns=["row"])["row"].to_pylist()
             if row not in rows:
                 raise NoTokens(
-                    f"{path.name} has the tokens of {len(rows)} responses, and not of this one; trainer.rollout_token_rows is how many are "
-                    "kept per step"
+                    f"{path.name} has the tokens of {len(rows)} responses, and not of this one; trainer.rollout_token_rows is how "
+                    "many are kept per step"
                 )
             place = rows.index(row)
             for group in range(file.num_row_groups):
@@ -204,7 +210,9 @@ def _opened(path: Path) -> Any:
     required = ("row", "uid", "prompts", "prompt_pieces", "responses", "response_pieces", "response_mask")
     if any(name not in found for name in required) or any(found[n] != wanted[n] for n in found if n in wanted):
         file.close()
-        raise ValueError(f"{path.name} is not a file of tokens that this version writes: its columns are {_list(found)}")
+        raise ValueError(
+            f"{path.name} is not a file of tokens that this version writes: its columns are {_list(found)}"
+        )
     return file
 
 
@@ -214,7 +222,9 @@ def _list(names: Mapping[str, Any]) -> str:
 
 
 def _damaged(path: Path, error: Exception) -> ValueError:
-    return ValueError(f"{path.name} cannot be read: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}")
+    return ValueError(
+        f"{path.name} cannot be read: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}"
+    )
 
 
 def _row_tokens(table: "pa.Table", about: Any) -> RowTokens:

@@ -13,8 +13,8 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class TokenPieces:
     """Joined, the pieces of a text's tokens are its bytes in UTF-8, also if a character is split over several tokens.
 
-    Special tokens are written as they are named, and the space that some SentencePiece vocabularies put before a text is kept: decoders
-    drop both. Of tokenizers that are neither byte-level nor SentencePiece each token is decoded by itself.
+    Special tokens are written as they are named, and the space that some SentencePiece vocabularies put before a text is kept:
+    decoders drop both. Of tokenizers that are neither byte-level nor SentencePiece each token is decoded by itself.
     """
 
     def __init__(self, tokenizer: Any) -> None:
