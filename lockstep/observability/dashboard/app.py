@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lockstep.observability.dashboard.api import compare, curves, rollouts, runs as runs_api
+from lockstep.observability.dashboard.api import compare, conversation, curves, rollouts, runs as runs_api
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound
 from lockstep.observability.dashboard.runs import Runs
 from lockstep.utils.local_http import names_loopback
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).with_name("static")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-APIS: dict[str, Api] = runs_api.ROUTES | curves.ROUTES | rollouts.ROUTES | compare.ROUTES
+APIS: dict[str, Api] = runs_api.ROUTES | curves.ROUTES | rollouts.ROUTES | conversation.ROUTES | compare.ROUTES
 POLL_INTERVAL_S = 1.0
 COOKIE = "lockstep_dashboard"
 
