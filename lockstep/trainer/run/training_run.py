@@ -17,6 +17,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import as_written
 from lockstep.config.sft import SupervisedConfig
 from lockstep.config.trainer import ResumeMode
+from lockstep.observability.dashboard.child import DashboardChild
 from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.observability.run_folder import CONFIG
 from lockstep.observability.status_file import StatusFile
@@ -151,6 +152,8 @@ class TrainingRun(ExitStack):
             write_plan(self.config, self.folder)
             self._status = self.enter_context(StatusFile(self.folder, step, num_steps))
             self.push(self._note_failure)
+            if config.dashboard:
+                self.enter_context(DashboardChild(self.folder, config.dashboard_port))
         if (self.tracking.last_step or 0) < step:
             self.tracking.log(data=metrics, step=step)
         resumed = self.last_checkpoint
