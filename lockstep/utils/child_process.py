@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-def start_module(module: str, *arguments: int, **options: Any) -> "subprocess.Popen[bytes]":
+def start_module(module: str, *arguments: object, **options: Any) -> "subprocess.Popen[bytes]":
     """Run `python -m module arguments` with the import paths of this process; Ctrl-C in the terminal does not reach it.
 
     options: of `subprocess.Popen`.

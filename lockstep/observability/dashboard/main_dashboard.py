@@ -2,14 +2,20 @@
 
 import argparse
 import os
+import socket
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.observability.dashboard.child import ADDRESS
 from lockstep.observability.dashboard.runs import Runs
 from lockstep.utils.local_http import bind, is_loopback
 
 TOKEN_VARIABLE = "LOCKSTEP_DASHBOARD_TOKEN"
+PORTS_TRIED = 20
+NICENESS = 10
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    if options.parent is not None:
+        _end_with(options.parent)
     try:
         import uvicorn
 
@@ -38,15 +46,42 @@ def _serve(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--host {options.host} is not loopback: set --token, or the environment variable {TOKEN_VARIABLE}"
         )
-    listener = bind(options.host, options.port)
+    listener = _listener(options)
     app = DashboardApp(Runs(options.paths), token).app
     host, port = listener.getsockname()[:2]
+    stops = "(Ctrl-C stops)" if options.parent is None else "until the run ends"
     shown = f"[{host}]" if ":" in host else host
-    sys.stdout.write(f"dashboard at http://{shown}:{port}/{f'?token={token}' if token else ''} (Ctrl-C stops)\n")
+    sys.stdout.write(f"{ADDRESS}http://{shown}:{port}/{f'?token={token}' if token else ''} {stops}\n")
     sys.stdout.flush()
     config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
     uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+def _end_with(parent: int) -> None:
+    """Be a child of a run: work only when it leaves time, and end when it ends, however it does."""
+    os.nice(NICENESS)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _listener(options: argparse.Namespace) -> socket.socket:
+    """At the port of the options; beside a run at the next one that is free."""
+    if options.parent is None or options.port == 0:
+        return bind(options.host, options.port)
+    for port in (*range(options.port, min(options.port + PORTS_TRIED, 2**16)), 0):
+        try:
+            listener = bind(options.host, port)
+            listener.listen()
+            return listener
+        except (OSError, ValueError):  # taken
+            continue
+    raise ValueError(f"no free port from {options.port} on")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -67,4 +102,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address; default: %(default)s. Others than loopback need a token")
     add("--port", type=int, default=8265, help="0 takes a free one; default: %(default)s")
     add("--token", help=f"what the browser must send once as ?token=; default: the variable {TOKEN_VARIABLE}")
+    add("--parent", type=int, help=argparse.SUPPRESS)  # `trainer.dashboard`: the process that starts this one
     return parser
