@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from lockstep.observability.dashboard.runs import Runs
 from lockstep.utils.local_http import bind, is_loopback
@@ -25,9 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     try:
-        import uvicorn
-
-        from lockstep.observability.dashboard.app import DashboardApp, plotly_script
+        from lockstep.observability.dashboard.app import DashboardApp, DashboardServer, plotly_script
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'lockstep-rl[dashboard]'") from error
     plotly_script()
@@ -38,15 +38,36 @@ def _serve(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--host {options.host} is not loopback: set --token, or the environment variable {TOKEN_VARIABLE}"
         )
-    listener = bind(options.host, options.port)
-    app = DashboardApp(Runs(options.paths), token).app
+    if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token):
+        raise ValueError("the token must be printable ASCII text without spaces around it")
+    listener = _listener(options.host, options.port)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    sys.stdout.write(f"dashboard at http://{shown}:{port}/{f'?token={token}' if token else ''} (Ctrl-C stops)\n")
-    sys.stdout.flush()
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listener])
+    _tell(f"dashboard at http://{shown}:{port}/{f'?token={quote(token)}' if token else ''} (Ctrl-C stops)\n")
+    DashboardServer(DashboardApp(Runs(options.paths), token)).run(sockets=[listener])
     return 0
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port {port}: must be 0 to 65535")
+    try:
+        return bind(host, port)
+    except OSError as error:
+        raise ValueError(f"--host {host}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}; choose another --port (0 takes a free one)") from error
+
+
+def _tell(text: str) -> None:
+    """To standard output, if anybody reads it."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
 
 
 def _parser() -> argparse.ArgumentParser:
