@@ -1,11 +1,12 @@
 """What a function of `api/` gets: the runs, and the parameters of the request."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.observability.dashboard.runs import RunFolder, Runs
+from lockstep.observability.dashboard.talk_server import TalkServer
 from lockstep.utils.untrusted import JSON_ERRORS
 
 MOST_CHOSEN = 20
@@ -18,10 +19,15 @@ class NotFound(ValueError):
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """params: of the URL's query, each as text."""
+    """params: of the URL's query, each as text; of a POST the texts of its body.
+    body:   the JSON object that a POST sends.
+    talk:   the server of a checkpoint.
+    """
 
     runs: Runs
     params: Mapping[str, str]
+    body: Mapping[str, Any] = field(default_factory=dict)
+    talk: TalkServer = field(default_factory=TalkServer)
 
     def run(self, name: str = "run") -> RunFolder:
         """The run that a parameter names."""
@@ -60,5 +66,12 @@ class ApiRequest:
         return value
 
 
+@dataclass(frozen=True)
+class Stream:
+    """An answer that is sent while it is made: each item is one event with JSON."""
+
+    events: AsyncIterator[Any]
+
+
 Api = Callable[[ApiRequest], Any]
-"""Returns what is sent as JSON. ValueError is an answer too: its text is shown on the page."""
+"""Returns what is sent as JSON, or a Stream of it. ValueError is an answer too: its text is shown on the page."""
