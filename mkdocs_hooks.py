@@ -1,6 +1,7 @@
 """What `make docs` does beyond mkdocs, so that docs/ reads the same on a code host and as a site.
 
-docs/README.md        ──► the navigation: a heading is a section, the links of its table are the pages
+docs/README.md        ──► the navigation: a heading is a section, the links of its table are the pages; those of
+                          docs/NAME/ are below NAME.md
 ../SECURITY.md, ...   ──► pages from outside docs/ that the navigation lists
 notebooks/NAME.ipynb  ──► a page of its cells
 links                 ──► to pages of the site; other files of the repository: to its URL, or text if pyproject.toml has none
@@ -31,22 +32,39 @@ Nav = list[dict[str, Any]]
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")  # anchors as on GitHub
-    config.nav = navigation((Path(config.docs_dir) / INDEX).read_text())
+    config.nav = navigation(Path(config.docs_dir))
     return config
 
 
-def navigation(index: str) -> Nav:
+def navigation(docs: Path) -> Nav:
     """Section by section, and the pages of each: the links in the first column of its tables."""
     nav: Nav = [{"Home": INDEX}]
     pages: Nav = []
-    for line in index.splitlines():
+    for line in (docs / INDEX).read_text().splitlines():
         if line.startswith("## "):
             pages = []
             nav.append({line.removeprefix("## "): pages})
         elif line.startswith("| ["):
             for _, title, target, _ in LINK.findall(line.split(" | ")[0]):
-                pages.append({title: site_path(posixpath.normpath(f"docs/{target}"))})
+                pages.append({title: with_folder(docs, site_path(posixpath.normpath(f"docs/{target}")))})
     return nav
+
+
+def with_folder(docs: Path, page: str) -> str | list[Any]:
+    """A page, or with the pages of the folder of its name, in the order in which it links to them."""
+    folder = docs / page.removesuffix(".md")
+    if not folder.is_dir():
+        return page
+    text = (docs / page).read_text()
+    below = sorted(folder.glob("*.md"), key=lambda path: text.find(f"({folder.name}/{path.name}"))
+    return [{"Overview": page}, *(f"{folder.name}/{path.name}" for path in below)]
+
+
+def pages_of(nav: Any) -> list[str]:
+    """All pages of a navigation, in its order."""
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(part)]
 
 
 def site_path(path: str) -> str:
@@ -60,12 +78,11 @@ def source_path(page: str) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for section in config.nav[1:]:
-        for path in (path for pages in section.values() for page in pages for path in page.values()):
-            if files.get_file_from_path(path) is None:
-                source = ROOT / source_path(path)
-                text = notebook_page(source) if source.suffix == ".ipynb" else source.read_text()
-                files.append(File.generated(config, path, content=text))
+    for path in pages_of(config.nav):
+        if files.get_file_from_path(path) is None:
+            source = ROOT / source_path(path)
+            text = notebook_page(source) if source.suffix == ".ipynb" else source.read_text()
+            files.append(File.generated(config, path, content=text))
     return files
 
 
