@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.first
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "recipes"),
+]
+"""Those of docs/recipes are run by tests/examples/test_recipes.py."""
 SMALL = [
     "data.train_batch_size=4",
     "data.max_prompt_length=40",
@@ -394,6 +398,7 @@ def test_templates_are_valid_shell() -> None:
             "environments.md",
             "large_models.md",
             "lora.md",
+            "recipes.md",
             "rollout.md",
             "servers.md",
         )
