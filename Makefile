@@ -7,6 +7,7 @@
 # make test-vllm  the tests that need vLLM, in an environment of their own (CPU build; the first time downloads about 1 GB)
 # make test-environments  the tests that need reasoning-gym, OpenEnv or verifiers, in two environments
 # make lint    the checks without the tests
+# make package  the wheel and the source distribution, in dist/
 # make chaos   300 faults injected into training runs, and the table in docs/reliability.md (about 20 minutes)
 # `make setup PYTHON=python3.12` selects the interpreter (3.11 or newer).
 
@@ -23,7 +24,7 @@ ENVIRONMENTS_VENV := .venv-environments
 VERIFIERS_VENV := .venv-verifiers
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
-.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint chaos format docs-config clean
+.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint package chaos format docs-config clean
 
 setup: $(READY)
 
@@ -44,6 +45,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+package: setup
+	rm -rf build dist
+	$(BIN)/python -m pip install -q -c constraints.txt 'build==1.6.1' 'twine>=6'
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 # The tests are many small computations; one thread per process is fastest. They start many interpreters, which use compiled files.
 test test-all: export OMP_NUM_THREADS := 1
