@@ -19,6 +19,7 @@ EXTRAS = {
     "deepspeed": ("deepspeed",),
     "qlora": ("bitsandbytes",),
     "serve": ("starlette", "uvicorn"),
+    "dashboard": ("plotly",),
     "langgraph": ("langgraph",),
     "mcp": ("mcp",),
     "search": ("bm25s",),
@@ -194,6 +195,11 @@ PROGRAMS = {
     "chat": Program(_main_of("lockstep.chat"), "RUN", "talk to a checkpoint or any other model"),
     "serve": Program(
         _main_of("lockstep.serve"), "MODEL", "serve a model over HTTP, with the protocols of OpenAI and Anthropic"
+    ),
+    "dashboard": Program(
+        _main_of("lockstep.observability.dashboard.main_dashboard"),
+        "[RUN]",
+        "show runs in a browser, also while they train",
     ),
     "compare": Program(
         _printing("lockstep.observability.compare"), "RUN RUN ...", "show settings and results of runs side by side"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.observability.console import LogHandler
 from lockstep.registry import did_you_mean
+from lockstep.utils.local_http import bind
 from lockstep.utils.model_path import base_folder, is_model_folder, local_model_folder
 from lockstep.utils.untrusted import message_of
 
@@ -116,7 +117,7 @@ class Service:
 
     def _server_settings(self) -> "ServerSettings":
         try:
-            from lockstep.agents.endpoint.server import ServerSettings, bind
+            from lockstep.agents.endpoint.server import ServerSettings
         except ModuleNotFoundError as error:
             raise ValueError(f"{error.name} is not installed: pip install 'lockstep-rl[serve]'") from error
         options = self.options

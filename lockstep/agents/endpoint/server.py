@@ -5,13 +5,11 @@ http://127.0.0.1:PORT/s/SESSION/v1   the base URL of one session, for OpenAI's c
 
 import asyncio
 import hmac
-import ipaddress
 import json
 import logging
 import re
-import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,14 +33,13 @@ from lockstep.agents.endpoint.fields import Event, Items, ProtocolCall, now
 from lockstep.agents.endpoint.recorder import SessionRecorder
 from lockstep.agents.endpoint.responses import Responses
 from lockstep.agents.renderer import Renderer
+from lockstep.utils.local_http import bind, is_loopback, names_loopback
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 64 * 2**20
 SESSION_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-HOST = re.compile(r"(\[[\da-f:.]+\]|[\da-z.-]+)(?::\d{1,5})?")
-"""A Host header: name or address, and port."""
 GRACE_S = 30
 """How long running requests may take when the server stops."""
 
@@ -426,32 +423,6 @@ def _event_bytes(event: Event) -> bytes:
 def _error_response(request: Request, error: ApiError) -> Response:
     is_anthropic = "anthropic-version" in request.headers or "/v1/messages" in request.url.path
     return JsonResponse(error.anthropic() if is_anthropic else error.openai(), status_code=error.status)
-
-
-def names_loopback(hosts: Sequence[str]) -> bool:
-    """Whether the Host header, as it was sent, is one and names this machine; Starlette replaces an invalid one by our address."""
-    found = HOST.fullmatch(hosts[0].lower()) if len(hosts) == 1 else None
-    return found is not None and is_loopback(found[1])
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket at this address; ValueError if it is taken."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return listener
 
 
 class _Server(uvicorn.Server):

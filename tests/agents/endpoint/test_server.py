@@ -11,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from lockstep.agents.endpoint.server import Endpoint, ServerSettings, is_loopback
+from lockstep.agents.endpoint.server import Endpoint, ServerSettings
+from lockstep.utils.local_http import is_loopback
 from tests.agents.endpoint.service import ScriptedPolicy, serving
 
 QUESTION: Any = [{"role": "user", "content": "1+2?"}]

@@ -1,0 +1,18 @@
+"""The list of runs."""
+
+from typing import Any
+
+from lockstep.observability.dashboard.request import Api, ApiRequest
+
+
+def list_runs(request: ApiRequest) -> list[dict[str, Any]]:
+    """Newest first."""
+    rows = []
+    for run in request.runs.all():
+        step, metrics = run.metrics.last()
+        reward = metrics.get("critic/score/mean")
+        rows.append({"name": run.name, "folder": str(run.folder), "step": step, "reward": reward})
+    return rows
+
+
+ROUTES: dict[str, Api] = {"/api/runs": list_runs}

@@ -1,0 +1,82 @@
+"use strict";
+// What all panels use. Text of runs enters the page only through text nodes and attributes set by `el`: never as markup.
+
+const Lockstep = {
+  panels: [],
+  /** panel: {id, title, show(element, context)}; `show` may return a function that is called when the panel is left. */
+  panel(panel) {
+    this.panels.push(panel);
+  },
+
+  /** An element: el("a", {href: "#", class: "x", onclick: f}, "text", child, ...). Null children are left out. */
+  el(tag, attributes = {}, ...children) {
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) {
+      if (value === null || value === undefined || value === false) continue;
+      if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+      else if (name in element && name !== "list") element[name === "class" ? "className" : name] = value;
+      else element.setAttribute(name === "class" ? "class" : name, value === true ? "" : value);
+    }
+    element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+    return element;
+  },
+
+  /** The JSON of an API path. In an exported page the answers are in `window.RECORDED`. Throws an Error with the server's words. */
+  async api(path, params = {}, options = {}) {
+    const query = new URLSearchParams(Object.entries(params).filter(([, value]) => value !== undefined && value !== null));
+    const url = query.size ? `${path}?${query}` : path;
+    if (window.RECORDED) {
+      if (url in window.RECORDED) return window.RECORDED[url];
+      throw new Error("not part of this exported page");
+    }
+    let response;
+    try {
+      response = await fetch(url.slice(1), options);
+    } catch {
+      throw new Error("the dashboard does not answer: has it been stopped?");
+    }
+    const data = await response.json().catch(() => ({ error: `${response.status} ${response.statusText}` }));
+    if (!response.ok) throw new Error(data.error || response.statusText);
+    return data;
+  },
+
+  /** Show an error in place of a panel's content. */
+  problem(error) {
+    return this.el("p", { class: "problem", role: "alert" }, String(error.message || error));
+  },
+
+  number(value, digits = 4) {
+    if (value === null || value === undefined) return "–";
+    if (Number.isInteger(value)) return value.toLocaleString("en");
+    return Number(value.toPrecision(digits)).toString();
+  },
+
+  duration(seconds) {
+    if (seconds === null || seconds === undefined) return "–";
+    if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
+    if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+    return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+  },
+
+  /** Text for plotly, which reads a few tags: none of ours are meant. */
+  plain(text) {
+    return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;");
+  },
+
+  /** A plotly chart with the page's colours. traces, layout: plotly's. */
+  chart(element, traces, layout = {}) {
+    const style = getComputedStyle(document.documentElement);
+    const colour = (name) => style.getPropertyValue(name).trim();
+    const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), linecolor: colour("--line") };
+    const base = {
+      margin: { l: 56, r: 12, t: 32, b: 40 },
+      paper_bgcolor: "transparent",
+      plot_bgcolor: "transparent",
+      font: { color: colour("--text"), family: "system-ui, sans-serif", size: 12 },
+      legend: { orientation: "h", y: -0.2 },
+      hovermode: "x unified",
+    };
+    const merged = { ...base, ...layout, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis } };
+    return Plotly.react(element, traces, merged, { displaylogo: false, responsive: true });
+  },
+};

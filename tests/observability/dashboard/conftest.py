@@ -1,0 +1,83 @@
+"""A dashboard that serves in a thread, and a real headless browser that opens it."""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("plotly", reason='needs plotly: pip install "lockstep-rl[dashboard]"')
+pytest.importorskip("uvicorn", reason='needs uvicorn: pip install "lockstep-rl[dashboard]"')
+
+import uvicorn
+
+from lockstep.observability.dashboard.app import DashboardApp
+from lockstep.observability.dashboard.runs import Runs
+from lockstep.utils.local_http import bind
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-dev-shm-usage")
+
+Serve = Callable[..., str]
+OpenPage = Callable[..., Any]
+
+
+@contextmanager
+def _served(paths: tuple[Path, ...], token: str | None) -> Iterator[str]:
+    listener = bind("127.0.0.1", 0)
+    app = DashboardApp(Runs(paths), token).app
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        listener.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Serve runs: `url = serve(folder, ...)`."""
+    with ExitStack() as closing:
+        yield lambda *paths, token=None: closing.enter_context(_served(paths, token))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """Tests that use it are marked slow."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: make setup")
+    program = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed (apt install chromium)")
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[OpenPage]:
+    """`page = open_page(url, width=1200, dark=False)`; the test fails if a page logged an error."""
+    errors: list[str] = []
+    with ExitStack() as closing:
+
+        def open_one(url: str, width: int = 1200, dark: bool = False) -> Any:
+            page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
+            closing.callback(page.close)
+            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.goto(url)
+            return page
+
+        yield open_one
+    assert not errors

@@ -1,0 +1,62 @@
+"""The server: routes, access, and runs that come and go."""
+
+import json
+import shutil
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.observability.dashboard.conftest import OpenPage, Serve
+from tests.observability.dashboard.made_runs import make_run
+
+
+def get(url: str, **headers: str) -> Any:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as response:
+        return json.loads(response.read())
+
+
+def status_of(url: str, **headers: str) -> int:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers)) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_runs_and_their_curves(serve: Serve, tmp_path: Path) -> None:
+    make_run(tmp_path / "first", steps=5)
+    make_run(tmp_path / "group" / "second", steps=3)
+    url = serve(tmp_path)
+    assert [run["name"] for run in get(f"{url}/api/runs")] == ["first", "group/second"]
+    curve = get(f"{url}/api/curve?run=first&metric=critic/score/max")
+    assert curve["step"] == [1, 2, 3, 4, 5] and curve["value"] == [1.0] * 5
+
+
+def test_a_run_that_is_deleted_is_an_answer(serve: Serve, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first", steps=2)
+    url = serve(run)
+    assert get(f"{url}/api/runs")
+    shutil.rmtree(run)
+    assert status_of(f"{url}/api/metrics?run=first") in (200, 404)
+
+
+def test_access(serve: Serve, tmp_path: Path) -> None:
+    make_run(tmp_path / "first", steps=2)
+    url = serve(tmp_path)
+    assert status_of(f"{url}/api/runs", Host="evil.example") == 403
+    assert status_of(f"{url}/api/runs", Origin="http://evil.example") == 403
+    assert status_of(f"{url}/static/../app.py") == 404
+    guarded = serve(tmp_path, token="secret")
+    assert status_of(f"{guarded}/api/runs") == 403
+    assert status_of(f"{guarded}/api/runs?token=secret") == 200
+
+
+@pytest.mark.slow
+def test_the_page_opens(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
+    make_run(tmp_path / "first", steps=5)
+    page = open_page(serve(tmp_path))
+    page.wait_for_selector(".panel .js-plotly-plot")
+    assert page.title() == "Lockstep"
