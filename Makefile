@@ -48,9 +48,7 @@ lint: setup
 
 package: setup
 	rm -rf build dist
-	$(BIN)/python -m pip install -q -c constraints.txt 'build==1.6.1' 'twine>=6'
 	$(BIN)/python -m build
-	$(BIN)/python -m twine check --strict dist/*
 
 # The tests are many small computations; one thread per process is fastest. They start many interpreters, which use compiled files.
 test test-all: export OMP_NUM_THREADS := 1

@@ -396,6 +396,7 @@ def test_templates_are_valid_shell() -> None:
             "cluster.md",
             "endpoint.md",
             "environments.md",
+            "install.md",
             "large_models.md",
             "lora.md",
             "recipes.md",

@@ -1,5 +1,6 @@
 """examples/recipes and docs/recipes: each recipe fits its GPUs, its page shows the plan, and its commands train."""
 
+import asyncio
 import json
 import re
 import shlex
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from lockstep import cli
+from lockstep.agents.tools.load import load_tools
 from lockstep.config import checks
 from lockstep.config.commandline import config_from_command_line
 from lockstep.config.compose import load_config
@@ -213,6 +215,14 @@ def write_data(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_hub(monkeypatch, place / "hub", offline=True)
     for words in commands(name, "python examples/data_preprocess/"):
         assert run_python(words[1:]) == 0
+
+
+def test_search_tool_finds_the_passages_of_the_data_script(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("bm25s")
+    write_data("search_agent", place, monkeypatch)
+    (tool,) = load_tools("examples/tools/search.yaml", None).values()
+    response, _, _ = asyncio.run(tool.execute("", {"query_list": ["Which city is Paris?"]}))
+    assert str(response.text).startswith("Doc 1 (Title: Paris)\nParis is a capital.")
 
 
 @pytest.mark.slow
