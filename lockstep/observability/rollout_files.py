@@ -43,13 +43,19 @@ class DumpFolder:
 
 @dataclass(frozen=True)
 class Group:
-    """The responses to one prompt. number: its position in the file, from 1."""
+    """The responses to one prompt. number: its position in the file, from 1. lines: of each row, from 0."""
 
     number: int
     rows: list[Row]
+    lines: list[int]
 
     def mean(self, column: str) -> float:
         return fmean([number_in(row, column) for row in self.rows])
+
+    def sorted(self, column: str, *, reverse: bool) -> "Group":
+        pairs = zip(self.rows, self.lines)
+        ordered = sorted(pairs, key=lambda pair: rank(number_in(pair[0], column)), reverse=reverse)
+        return Group(self.number, [row for row, _ in ordered], [line for _, line in ordered])
 
 
 def dump_file(run: Path, step: int | None, validation: bool) -> Path:
@@ -143,16 +149,23 @@ def read_groups(path: Path) -> list[Group]:
     """The groups of a dump in the order of their first response; without uids, rows with the same prompt are a group."""
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty")
-    found: dict[Any, list[Row]] = {}
-    for number, line in enumerate(path.read_bytes().rstrip(b"\n").split(b"\n"), start=1):
+    found: dict[Any, Group] = {}
+    for number, line in enumerate(path.read_bytes().rstrip(b"\n").split(b"\n")):
         try:
             row = json.loads(line)
-            found.setdefault(row.get("uid", row["input"]), []).append(row)
+            group = found.setdefault(row.get("uid", row["input"]), Group(len(found) + 1, [], []))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(
-                f"{path}, line {number}: not a row of a dump (JSON with input, output and score)"
+                f"{path}, line {number + 1}: not a row of a dump (JSON with input, output and score)"
             ) from None
-    return [Group(number, rows) for number, rows in enumerate(found.values(), start=1)]
+        group.rows.append(row)
+        group.lines.append(number)
+    return list(found.values())
+
+
+def rank(value: float) -> float:
+    """For sorting: NaN is the lowest."""
+    return float("-inf") if value != value else value
 
 
 def number_in(row: Row, column: str) -> float:

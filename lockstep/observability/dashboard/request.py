@@ -1,12 +1,13 @@
 """What a function of `api/` gets: the runs, and the parameters of the request."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote_plus
 
 from lockstep.observability.dashboard.runs import RunFolder, Runs
+from lockstep.observability.dashboard.talk_server import TalkServer
 from lockstep.utils.untrusted import JSON_ERRORS
 
 MOST_CHOSEN = 20
@@ -19,10 +20,15 @@ class NotFound(ValueError):
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """params: of the URL's query, each as text."""
+    """params: of the URL's query, each as text; of a POST the texts of its body.
+    body:   the JSON object that a POST sends.
+    talk:   the server of a checkpoint.
+    """
 
     runs: Runs
     params: Mapping[str, str]
+    body: Mapping[str, Any] = field(default_factory=dict)
+    talk: TalkServer = field(default_factory=TalkServer)
 
     def run(self, name: str = "run") -> RunFolder:
         """The run that a parameter names."""
@@ -82,8 +88,15 @@ class Recorded:
         return f"{self.path}?{query}" if query else self.path
 
 
+@dataclass(frozen=True)
+class Stream:
+    """An answer that is sent while it is made: each item is one event with JSON."""
+
+    events: AsyncIterator[Any]
+
+
 Api = Callable[[ApiRequest], Any]
-"""Returns what is sent as JSON. ValueError is an answer too: its text is shown on the page."""
+"""Returns what is sent as JSON, or a Stream of it. ValueError is an answer too: its text is shown on the page."""
 
 Recorder = Callable[[Sequence[RunFolder]], Iterable[Recorded]]
 """`recorded` of a module of `api/`: what it adds to an exported page, the most important first."""

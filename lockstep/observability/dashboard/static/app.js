@@ -46,9 +46,12 @@
     const run = params.run || found[0].name;
     runs.value = run;
     tabs.replaceChildren(
-      ...Lockstep.panels.map((each) =>
-        el("a", { href: `#/${each.id}?${new URLSearchParams({ run })}`, "aria-current": each === panel ? "page" : null }, each.title),
-      ),
+      ...Lockstep.panels
+        .filter((each) => !each.within)
+        .map((each) => {
+          const isShown = each === panel || each.id === panel.within;
+          return el("a", { href: `#/${each.id}?${new URLSearchParams({ run })}`, "aria-current": isShown ? "page" : null }, each.title);
+        }),
     );
     if (leave) leave();
     leave = null;
