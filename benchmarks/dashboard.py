@@ -70,7 +70,7 @@ def make_run(folder: Path, steps: int, prompts: int, samples: int) -> None:
             timeline.write(
                 json.dumps({"step": step, "begin_us": (1_700_000_000 + 10 * step) * 10**6, "spans": spans}) + "\n"
             )
-    words = "so we add the two numbers and carry the one then check that the sum is right".split()
+    words = ("add", "the", "two", "numbers", "and", "carry", "one", "then", "check", "that", "sum", "is", "right")
     answers = [" ".join(noise.choices(words, k=80)) for _ in range(200)]
     texts = [
         json.dumps(
@@ -86,7 +86,8 @@ def make_run(folder: Path, steps: int, prompts: int, samples: int) -> None:
         lines = []
         for place in range(prompts):
             index = (step * prompts + place) % DATA_ROWS
-            head = f'{texts[index]}, "step": {step}, "uid": "0:{step}-{place}", "index": {index}, "finish_reason": "stop", "length": 90, '
+            head = f'{texts[index]}, "step": {step}, "uid": "0:{step}-{place}", "index": {index}, '
+            head += '"finish_reason": "stop", "length": 90, '
             for _ in range(samples):
                 score = float(noise.random() < 0.3 + 0.5 * step / steps)
                 lines.append(f'{head}"score": {score}, "advantage": {score - 0.5}, "acc": {score}}}\n')

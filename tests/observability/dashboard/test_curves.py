@@ -228,6 +228,7 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
     lines = download.value.path().read_text().splitlines()
     assert lines[0] == '"run","step","samples","tokens","hours","actor/pg_loss"' and len(lines) == 51
 
+    page.goto("about:blank")
     page.goto(f"{url}/#/curves?run=a&metric=critic/score/max")
     until(page, f"{figure}?.data?.[0].x.length === 30")
     page.evaluate(f"Plotly.relayout({figure}, {{'xaxis.range': [5, 10]}})")
