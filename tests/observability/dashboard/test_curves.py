@@ -147,6 +147,23 @@ def test_bands_against_the_statistics_module(tmp_path: Path, monkeypatch: pytest
     assert ask(curves.band, tmp_path, run="a", metric=metric)["unread"] == 0
 
 
+def test_bands_of_several_data_sources(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=1)
+    scores = {"math": [0.0, 1.0, 1.0], "code/easy": [1.0, 0.5]}
+    rows = [
+        {"input": f"{source} {place}", "uid": f"{source} {place}", "data_source": source, "score": score}
+        for source, values in scores.items()
+        for place, score in enumerate(values)
+    ]
+    (run / "validation/1.jsonl").write_bytes(b"".join(map(json_line, rows)))
+    names = {source: f"val-core/{source}/reward/mean@1" for source in scores}
+    write_metrics(run, [{"step": 1} | {names[source]: fmean(values) for source, values in scores.items()}])
+    for source, values in scores.items():
+        band = ask(curves.band, tmp_path, run="a", metric=names[source])
+        half = 1.96 * stdev(values) / math.sqrt(len(values))
+        assert band["high"] == pytest.approx([fmean(values) + half]) and band["prompts"] == [len(values)]
+
+
 def test_bands_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "a", steps=1, prompts=3)
     line = (run / "validation/1.jsonl").read_bytes()
