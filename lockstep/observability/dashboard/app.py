@@ -231,9 +231,13 @@ def event_bytes(event: Any) -> bytes:
 
 
 def json_response(data: Any, status: int = 200) -> Response:
+    return Response(json_bytes(data), status, media_type="application/json")
+
+
+def json_bytes(data: Any) -> bytes:
     """NaN and infinities, which JSON lacks, are null; lone surrogates, which models emit, are replaced."""
     text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Response(text.encode(errors="replace"), status, media_type="application/json")
+    return text.encode(errors="replace")
 
 
 def _finite(value: Any) -> Any:
