@@ -12,6 +12,7 @@ from lockstep.observability.dashboard.runs import Runs
 from lockstep.utils.local_http import bind, is_loopback
 
 TOKEN_VARIABLE = "LOCKSTEP_DASHBOARD_TOKEN"
+DEFAULT_FOLDER = Path("checkpoints")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,6 +34,7 @@ def _serve(options: argparse.Namespace) -> int:
     plotly_script()
     if missing := [str(path) for path in options.paths if not path.expanduser().exists()]:
         raise ValueError(f"{missing[0]} does not exist: name a run's folder, or a folder of runs")
+    runs = Runs(options.paths or [DEFAULT_FOLDER])
     token = options.token or os.environ.get(TOKEN_VARIABLE) or None
     if token is None and not is_loopback(options.host):
         raise ValueError(
@@ -43,8 +45,10 @@ def _serve(options: argparse.Namespace) -> int:
     listener = _listener(options.host, options.port)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
+    if not runs.all():
+        _tell(f"no runs in {', '.join(map(str, runs.paths))} yet: the page shows them when they begin\n")
     _tell(f"dashboard at http://{shown}:{port}/{f'?token={quote(token)}' if token else ''} (Ctrl-C stops)\n")
-    DashboardServer(DashboardApp(Runs(options.paths), token)).run(sockets=[listener])
+    DashboardServer(DashboardApp(runs, token)).run(sockets=[listener])
     return 0
 
 
@@ -81,9 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         "paths",
         nargs="*",
         type=Path,
-        default=[Path("checkpoints")],
         metavar="RUN",
-        help="a run's folder, or a folder of runs; default: checkpoints",
+        help=f"a run's folder, or a folder of runs; default: {DEFAULT_FOLDER}",
     )
     add("--host", default="127.0.0.1", help="address; default: %(default)s. Others than loopback need a token")
     add("--port", type=int, default=8265, help="0 takes a free one; default: %(default)s")

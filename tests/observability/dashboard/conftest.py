@@ -62,14 +62,21 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[OpenPage]:
-    """`page = open_page(url, width=1200, dark=False)`; the test fails if a page logged an error."""
+    """`page = open_page(url, width=1200, dark=False)`; the test fails if a page logged an error.
+
+    refused: the browser may note answers that are errors, which the page shows.
+    """
     errors: list[str] = []
     with ExitStack() as closing:
 
-        def open_one(url: str, width: int = 1200, dark: bool = False) -> Any:
+        def open_one(url: str, width: int = 1200, dark: bool = False, refused: bool = False) -> Any:
+            def note(message: Any) -> None:
+                if message.type == "error" and not (refused and message.text.startswith("Failed to load resource")):
+                    errors.append(message.text)
+
             page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
             closing.callback(page.close)
-            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            page.on("console", note)
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.goto(url)
             return page
