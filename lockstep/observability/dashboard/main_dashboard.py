@@ -56,7 +56,9 @@ def _listener(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:
         raise ValueError(f"--port {port}: must be 0 to 65535")
     try:
-        return bind(host, port)
+        listener = bind(host, port)
+        listener.listen()  # the address is told now: who connects to it waits, and is not refused
+        return listener
     except OSError as error:
         raise ValueError(f"--host {host}: {error.strerror or error}") from error
     except ValueError as error:

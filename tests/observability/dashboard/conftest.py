@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +24,10 @@ OpenPage = Callable[..., Any]
 
 
 @contextmanager
-def _served(paths: tuple[Path, ...], token: str | None) -> Iterator[str]:
+def served(app: DashboardApp) -> Iterator[str]:
+    """The URL of a dashboard that is served in a thread."""
     listener = bind("127.0.0.1", 0)
-    server = DashboardServer(DashboardApp(Runs(paths), token))
+    server = DashboardServer(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not server.started and thread.is_alive():
@@ -44,7 +44,7 @@ def _served(paths: tuple[Path, ...], token: str | None) -> Iterator[str]:
 def serve() -> Iterator[Serve]:
     """Serve runs: `url = serve(folder, ...)`."""
     with ExitStack() as closing:
-        yield lambda *paths, token=None: closing.enter_context(_served(paths, token))
+        yield lambda *paths, token=None: closing.enter_context(served(DashboardApp(Runs(paths), token)))
 
 
 @pytest.fixture(scope="session")
