@@ -9,7 +9,7 @@ from typing import Any
 
 
 def start_module(
-    module: str, *arguments: int | str, variables: Mapping[str, str] | None = None, **options: Any
+    module: str, *arguments: object, variables: Mapping[str, str] | None = None, **options: Any
 ) -> "subprocess.Popen[bytes]":
     """Run `python -m module arguments` with the import paths of this process; Ctrl-C in the terminal does not reach it.
 

@@ -20,7 +20,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lockstep.observability.dashboard.api import curves, runs as runs_api, talk, timeline
+from lockstep.observability.dashboard.api import (
+    compare,
+    conversation,
+    curves,
+    rollouts,
+    runs as runs_api,
+    talk,
+    timeline,
+)
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Stream
 from lockstep.observability.dashboard.runs import Runs
 from lockstep.observability.dashboard.talk_server import TalkServer
@@ -31,7 +39,15 @@ logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).resolve().with_name("static")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-APIS: dict[str, Api] = runs_api.ROUTES | curves.ROUTES | timeline.ROUTES | talk.ROUTES
+APIS: dict[str, Api] = {
+    **runs_api.ROUTES,
+    **curves.ROUTES,
+    **rollouts.ROUTES,
+    **conversation.ROUTES,
+    **timeline.ROUTES,
+    **compare.ROUTES,
+    **talk.ROUTES,
+}
 POSTS: dict[str, Api] = talk.POSTS
 """What changes something, so that it must come from the page itself."""
 MOST_BODY_BYTES = 4 * 2**20

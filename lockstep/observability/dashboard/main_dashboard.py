@@ -4,15 +4,21 @@ import argparse
 import os
 import socket
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
+from lockstep.observability.dashboard.child import ADDRESS
 from lockstep.observability.dashboard.runs import Runs
 from lockstep.utils.local_http import bind, is_loopback
 
 TOKEN_VARIABLE = "LOCKSTEP_DASHBOARD_TOKEN"
 DEFAULT_FOLDER = Path("checkpoints")
+PORTS_TRIED = 20
+NICENESS = 10
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,6 +33,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    if options.parent is not None:
+        _end_with(options.parent)
     try:
         from lockstep.observability.dashboard.app import DashboardApp, DashboardServer, plotly_script
     except ModuleNotFoundError as error:
@@ -42,27 +50,52 @@ def _serve(options: argparse.Namespace) -> int:
         )
     if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token):
         raise ValueError("the token must be printable ASCII text without spaces around it")
-    listener = _listener(options.host, options.port)
+    listener = _listener(options)
     host, port = listener.getsockname()[:2]
+    stops = "(Ctrl-C stops)" if options.parent is None else "until the run ends"
     shown = f"[{host}]" if ":" in host else host
     if not runs.all():
         _tell(f"no runs in {', '.join(map(str, runs.paths))} yet: the page shows them when they begin\n")
-    _tell(f"dashboard at http://{shown}:{port}/{f'?token={quote(token)}' if token else ''} (Ctrl-C stops)\n")
+    _tell(f"{ADDRESS}http://{shown}:{port}/{f'?token={quote(token)}' if token else ''} {stops}\n")
     DashboardServer(DashboardApp(runs, token)).run(sockets=[listener])
     return 0
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    if not 0 <= port <= 65535:
-        raise ValueError(f"--port {port}: must be 0 to 65535")
+def _end_with(parent: int) -> None:
+    """Be a child of a run: work only when it leaves time, and end when it ends, however it does."""
+    os.nice(NICENESS)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _listener(options: argparse.Namespace) -> socket.socket:
+    """At the port of the options; beside a run at the next one that is free."""
+    host, wanted = options.host, options.port
+    if not 0 <= wanted <= 65535:
+        raise ValueError(f"--port {wanted}: must be 0 to 65535")
+    if options.parent is not None and wanted != 0:
+        for port in range(wanted, min(wanted + PORTS_TRIED, 2**16)):
+            with suppress(OSError, ValueError):  # taken
+                return _listening(host, port)
+        wanted = 0
     try:
-        listener = bind(host, port)
-        listener.listen()  # the address is told now: who connects to it waits, and is not refused
-        return listener
+        return _listening(host, wanted)
     except OSError as error:
         raise ValueError(f"--host {host}: {error.strerror or error}") from error
     except ValueError as error:
         raise ValueError(f"{error}; choose another --port (0 takes a free one)") from error
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Who connects before the server runs waits, and is not refused."""
+    listener = bind(host, port)
+    listener.listen()
+    return listener
 
 
 def _tell(text: str) -> None:
@@ -93,4 +126,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address; default: %(default)s. Others than loopback need a token")
     add("--port", type=int, default=8265, help="0 takes a free one; default: %(default)s")
     add("--token", help=f"what the browser must send once as ?token=; default: the variable {TOKEN_VARIABLE}")
+    add("--parent", type=int, help=argparse.SUPPRESS)  # `trainer.dashboard`: the process that starts this one
     return parser

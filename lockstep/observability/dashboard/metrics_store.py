@@ -114,6 +114,14 @@ class MetricsStore:
         chosen = order[np.append(np.diff(steps[order]) != 0, True)]
         return Column(steps[chosen], values[chosen], times[chosen])
 
+    def first_time(self) -> float:
+        """When the first line was logged; NaN if no line has a time."""
+        with self._lock:
+            self._refresh()
+            return min(
+                (time for block in self._blocks.values() for time in block.times if time == time), default=math.nan
+            )
+
     def last(self) -> tuple[int, dict[str, float]]:
         """The last step and its metrics; 0 and none if there is no step. Reads only the end of a file that was not read yet."""
         with self._lock:

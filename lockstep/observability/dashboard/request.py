@@ -1,11 +1,16 @@
 """What a function of `api/` gets: the runs, and the parameters of the request."""
 
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.observability.dashboard.runs import RunFolder, Runs
 from lockstep.observability.dashboard.talk_server import TalkServer
+from lockstep.utils.untrusted import JSON_ERRORS
+
+MOST_CHOSEN = 20
+"""Runs that are shown together."""
 
 
 class NotFound(ValueError):
@@ -26,11 +31,23 @@ class ApiRequest:
 
     def run(self, name: str = "run") -> RunFolder:
         """The run that a parameter names."""
-        wanted = self.text(name)
+        return self._named(self.text(name))
+
+    def _named(self, wanted: str) -> RunFolder:
         found = self.runs.get(wanted)
         if found is None:
             raise NotFound(f"there is no run {wanted!r} (any more)")
         return found
+
+    def several_runs(self) -> list[RunFolder]:
+        """The runs that the parameter `runs` names: a JSON list."""
+        try:
+            names = json.loads(self.text("runs"))
+        except JSON_ERRORS:
+            names = None
+        if not isinstance(names, list) or not 0 < len(names) <= MOST_CHOSEN:
+            raise ValueError(f"runs: must be a JSON list of 1 to {MOST_CHOSEN} names")
+        return [self._named(str(name)) for name in names]
 
     def text(self, name: str, default: str | None = None) -> str:
         value = self.params.get(name, default)

@@ -5,10 +5,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
 from lockstep.observability.dashboard.metrics_store import MetricsStore
+from lockstep.observability.dashboard.rollout_store import RolloutStore
 from lockstep.observability.jsonl import METRICS_FILE
 from lockstep.observability.run_folder import CONFIG
 
@@ -29,6 +31,10 @@ class RunFolder:
     name: str
     folder: Path
     metrics: MetricsStore = field(compare=False)
+
+    @cached_property
+    def rollouts(self) -> RolloutStore:
+        return RolloutStore(self.folder)
 
 
 class Runs:
