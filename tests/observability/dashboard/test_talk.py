@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,7 +217,7 @@ def test_failure_shows_the_last_lines(serve: Serve, run: Path) -> None:
         server = wait_for(url, "failed")
         assert server["problem"].startswith("the server exited with code") and server["log"]
     finally:
-        (damaged / "config.json").unlink()
+        shutil.rmtree(run / "global_step_11")
 
 
 @pytest.mark.slow
