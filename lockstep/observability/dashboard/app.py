@@ -5,6 +5,7 @@ import hmac
 import json
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from importlib.resources import files
@@ -32,10 +33,11 @@ from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, 
 from lockstep.observability.dashboard.runs import Runs
 from lockstep.observability.dashboard.talk_server import TalkServer
 from lockstep.utils.local_http import names_loopback
+from lockstep.utils.untrusted import JSON_ERRORS
 
 logger = logging.getLogger(__name__)
 
-STATIC = Path(__file__).with_name("static")
+STATIC = Path(__file__).resolve().with_name("static")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 APIS: dict[str, Api] = {
     **runs_api.ROUTES,
@@ -50,7 +52,8 @@ POSTS: dict[str, Api] = talk.POSTS
 """What changes something, so that it must come from the page itself."""
 MOST_BODY_BYTES = 4 * 2**20
 POLL_INTERVAL_S = 1.0
-COOKIE = "lockstep_dashboard"
+HEARTBEAT_S = 15.0
+"""After this time without a change a page gets a line of no meaning, which shows whether it is still there."""
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -68,7 +71,11 @@ class DashboardApp:
     def __init__(self, runs: Runs, token: str | None = None) -> None:
         self.runs, self.token = runs, token
         self.talk = TalkServer()
+        self.num_listening = 0
         self._stopping = asyncio.Event()
+        self._looking = asyncio.Lock()
+        self._looked_at = -math.inf
+        self._last_steps: dict[str, int] = {}
         routes = [
             Route("/", self._guarded(self._page)),
             Route("/static/{name:path}", self._guarded(self._file)),
@@ -106,7 +113,7 @@ class DashboardApp:
             return "the content type must be application/json, which other pages cannot send"
         if self.token is None:
             return None if names_loopback(request.headers.getlist("host")) else "only this machine has access"
-        given = request.query_params.get("token") or request.cookies.get(COOKIE, "")
+        given = request.query_params.get("token") or request.cookies.get(_cookie(request), "")
         return (
             None
             if hmac.compare_digest(given.encode(), self.token.encode())
@@ -116,12 +123,13 @@ class DashboardApp:
     async def _page(self, request: Request) -> Response:
         response = Response((STATIC / "index.html").read_bytes(), media_type="text/html; charset=utf-8")
         if self.token is not None:
-            response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
+            response.set_cookie(_cookie(request), self.token, httponly=True, samesite="strict")
         return response
 
     async def _file(self, request: Request) -> Response:
-        path = (STATIC / request.path_params["name"]).resolve()
-        if not path.is_relative_to(STATIC) or not path.is_file():
+        name = request.path_params["name"]
+        path = (STATIC / name).resolve() if name.isprintable() else STATIC
+        if not path.is_relative_to(STATIC) or path.suffix not in TYPES or not path.is_file():
             return PlainTextResponse("not found", status_code=404)
         return Response(path.read_bytes(), media_type=f"{TYPES[path.suffix]}; charset=utf-8")
 
@@ -164,7 +172,7 @@ class DashboardApp:
                 raise ValueError(f"the request is larger than {MOST_BODY_BYTES >> 20} MiB")
         try:
             body = json.loads(content)
-        except (ValueError, RecursionError) as error:
+        except JSON_ERRORS as error:
             raise ValueError(f"the request is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise ValueError("the request is not a JSON object")
@@ -180,16 +188,33 @@ class DashboardApp:
 
     async def _changes(self) -> AsyncIterator[bytes]:
         seen: dict[str, int] = {}
-        while not self._stopping.is_set():
-            now = await anyio.to_thread.run_sync(self._last_steps)
-            for name in now.keys() | seen.keys():
-                if seen.get(name) != now.get(name):
-                    yield event_bytes({"run": name, "step": now.get(name)})
-            seen = now
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), POLL_INTERVAL_S)
+        told_at = time.monotonic()
+        self.num_listening += 1
+        try:
+            while not self._stopping.is_set():
+                now = await self._steps_now()
+                for name in now.keys() | seen.keys():
+                    if seen.get(name) != now.get(name):
+                        yield event_bytes({"run": name, "step": now.get(name)})
+                        told_at = time.monotonic()
+                if time.monotonic() - told_at > HEARTBEAT_S:
+                    yield b":\n\n"
+                    told_at = time.monotonic()
+                seen = now
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), POLL_INTERVAL_S)
+        finally:
+            self.num_listening -= 1
 
-    def _last_steps(self) -> dict[str, int]:
+    async def _steps_now(self) -> dict[str, int]:
+        """The last step of every run, looked up once for all pages that listen."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at > POLL_INTERVAL_S / 2:
+                self._last_steps = await anyio.to_thread.run_sync(self._look)
+                self._looked_at = time.monotonic()
+            return self._last_steps
+
+    def _look(self) -> dict[str, int]:
         return {run.name: run.metrics.last()[0] for run in self.runs.all()}
 
 
@@ -217,6 +242,11 @@ def plotly_script() -> str:
         return files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
     except ModuleNotFoundError as error:
         raise ValueError("plotly is not installed: pip install 'lockstep-rl[dashboard]'") from error
+
+
+def _cookie(request: Request) -> str:
+    """Cookies are shared by all ports of a host, and each may have its own dashboard."""
+    return f"lockstep_dashboard_{request.url.port or 'default'}"
 
 
 async def _event_lines(stream: Stream) -> AsyncIterator[bytes]:
