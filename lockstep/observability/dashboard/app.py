@@ -16,16 +16,20 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lockstep.observability.dashboard.api import curves, runs as runs_api
+from lockstep.observability.dashboard.api import curves, health, runs as runs_api
+from lockstep.observability.dashboard.health_view import run_state
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound
 from lockstep.observability.dashboard.runs import Runs
+from lockstep.observability.run_folder import STATUS
 from lockstep.utils.local_http import names_loopback
 
 logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).with_name("static")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-APIS: dict[str, Api] = runs_api.ROUTES | curves.ROUTES
+DOCS = Path(__file__).parents[3] / "docs"
+"""The pages that findings name, in a checkout; an installed package does not have them."""
+APIS: dict[str, Api] = runs_api.ROUTES | health.ROUTES | curves.ROUTES
 POLL_INTERVAL_S = 1.0
 COOKIE = "lockstep_dashboard"
 
@@ -47,6 +51,7 @@ class DashboardApp:
         routes = [
             Route("/", self._guarded(self._page)),
             Route("/static/{name:path}", self._guarded(self._file)),
+            Route("/docs/{name}", self._guarded(self._docs)),
             Route("/plotly.js", self._guarded(self._plotly)),
             Route("/api/events", self._guarded(self._events)),
         ]
@@ -91,6 +96,12 @@ class DashboardApp:
             return PlainTextResponse("not found", status_code=404)
         return Response(path.read_bytes(), media_type=f"{TYPES[path.suffix]}; charset=utf-8")
 
+    async def _docs(self, request: Request) -> Response:
+        path = DOCS / request.path_params["name"]
+        if path.suffix != ".md" or not path.is_file():
+            return PlainTextResponse(f"docs/{path.name} is not installed here", status_code=404)
+        return PlainTextResponse(path.read_bytes())
+
     async def _plotly(self, request: Request) -> Response:
         return Response(
             plotly_script().encode(),
@@ -117,21 +128,24 @@ class DashboardApp:
         return answer
 
     async def _events(self, request: Request) -> Response:
-        """One event per change of a run."""
+        """One event per change of a run: a message for a step, an event `status` for a new status.json."""
         return StreamingResponse(self._changes(), media_type="text/event-stream")
 
     async def _changes(self) -> AsyncIterator[bytes]:
-        seen: dict[str, int] = {}
+        steps: dict[str, int] = {}
+        written: dict[str, int] = {}
         while True:
-            now = await anyio.to_thread.run_sync(self._last_steps)
-            for name in now.keys() | seen.keys():
-                if seen.get(name) != now.get(name):
+            runs = await anyio.to_thread.run_sync(self.runs.all)
+            now = await anyio.to_thread.run_sync(lambda: {run.name: run.metrics.last()[0] for run in runs})  # noqa: B023
+            for name in now.keys() | steps.keys():
+                if steps.get(name) != now.get(name):
                     yield f"data: {json.dumps({'run': name, 'step': now.get(name)})}\n\n".encode()
-            seen = now
+            steps = now
+            for run in runs:
+                if written.get(run.name) != (newest := run.written_ns(STATUS)):
+                    written[run.name] = newest
+                    yield f"event: status\ndata: {json.dumps({'run': run.name, 'state': run_state(run)})}\n\n".encode()
             await asyncio.sleep(POLL_INTERVAL_S)
-
-    def _last_steps(self) -> dict[str, int]:
-        return {run.name: run.metrics.last()[0] for run in self.runs.all()}
 
 
 def plotly_script() -> str:
