@@ -43,6 +43,11 @@ class TrainerConfig:
     """Folder for the rollouts of each step, as `{step}.jsonl`."""
     validation_data_dir: str | None = None
     """Folder for the responses of each validation, as `{step}.jsonl`."""
+    rollout_token_data: bool = False
+    """Write `{step}.tokens.parquet` to these folders too: tokens of responses, with log-probs, advantages, masks, versions."""
+    rollout_token_rows: PositiveInt = 256
+    """Most responses of a step or a validation whose tokens are written, whole groups first: 7 to 22 bytes per token
+    (docs/logging.md)."""
     nnodes: PositiveInt = 1
     """Number of machines."""
     n_gpus_per_node: PositiveInt = 1

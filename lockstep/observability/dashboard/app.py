@@ -6,20 +6,33 @@ import json
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from importlib.resources import files
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import anyio.to_thread
+import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lockstep.observability.dashboard.api import curves, health, runs as runs_api
+from lockstep.observability.dashboard.api import (
+    compare,
+    conversation,
+    curves,
+    health,
+    rollouts,
+    runs as runs_api,
+    talk,
+    timeline,
+)
 from lockstep.observability.dashboard.health_view import run_state
-from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound
+from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Stream
 from lockstep.observability.dashboard.runs import Runs
+from lockstep.observability.dashboard.talk_server import TalkServer
 from lockstep.observability.run_folder import STATUS
 from lockstep.utils.local_http import names_loopback
 
@@ -29,7 +42,19 @@ STATIC = Path(__file__).with_name("static")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 DOCS = Path(__file__).parents[3] / "docs"
 """The pages that findings name, in a checkout; an installed package does not have them."""
-APIS: dict[str, Api] = runs_api.ROUTES | health.ROUTES | curves.ROUTES
+APIS: dict[str, Api] = {
+    **runs_api.ROUTES,
+    **health.ROUTES,
+    **curves.ROUTES,
+    **rollouts.ROUTES,
+    **conversation.ROUTES,
+    **timeline.ROUTES,
+    **compare.ROUTES,
+    **talk.ROUTES,
+}
+POSTS: dict[str, Api] = talk.POSTS
+"""What changes something, so that it must come from the page itself."""
+MOST_BODY_BYTES = 4 * 2**20
 POLL_INTERVAL_S = 1.0
 COOKIE = "lockstep_dashboard"
 
@@ -48,6 +73,8 @@ class DashboardApp:
 
     def __init__(self, runs: Runs, token: str | None = None) -> None:
         self.runs, self.token = runs, token
+        self.talk = TalkServer()
+        self._stopping = asyncio.Event()
         routes = [
             Route("/", self._guarded(self._page)),
             Route("/static/{name:path}", self._guarded(self._file)),
@@ -56,7 +83,13 @@ class DashboardApp:
             Route("/api/events", self._guarded(self._events)),
         ]
         routes += [Route(path, self._guarded(self._answering(api))) for path, api in APIS.items()]
+        routes += [Route(path, self._guarded(self._answering(api)), methods=["POST"]) for path, api in POSTS.items()]
         self.app = Starlette(routes=routes)
+
+    def stop(self) -> None:
+        """End what streams and the served checkpoint, so that the server can end at once."""
+        self._stopping.set()
+        self.talk.kill()
 
     def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def guarded(request: Request) -> Response:
@@ -75,6 +108,9 @@ class DashboardApp:
         host = request.headers.get("host", "")
         if origin is not None and origin.partition("://")[2] != host:
             return "requests of other pages are refused"
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip()
+        if request.method == "POST" and content_type != "application/json":
+            return "the content type must be application/json, which other pages cannot send"
         if self.token is None:
             return None if names_loopback(request.headers.getlist("host")) else "only this machine has access"
         given = request.query_params.get("token") or request.cookies.get(COOKIE, "")
@@ -111,10 +147,14 @@ class DashboardApp:
 
     def _answering(self, api: Api) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
-            api_request = ApiRequest(self.runs, dict(request.query_params))
             try:
+                api_request = await self._api_request(request)
                 data = await anyio.to_thread.run_sync(api, api_request)
+                if isinstance(data, Stream):
+                    return StreamingResponse(_event_lines(data), media_type="text/event-stream")
                 return json_response(data)
+            except ClientDisconnect:
+                return Response(status_code=400)
             except NotFound as error:
                 return json_response({"error": str(error)}, 404)
             except ValueError as error:
@@ -127,25 +167,67 @@ class DashboardApp:
 
         return answer
 
+    async def _api_request(self, request: Request) -> ApiRequest:
+        if request.method != "POST":
+            return ApiRequest(self.runs, dict(request.query_params), talk=self.talk)
+        content = bytearray()
+        async for chunk in request.stream():
+            content += chunk
+            if len(content) > MOST_BODY_BYTES:
+                raise ValueError(f"the request is larger than {MOST_BODY_BYTES >> 20} MiB")
+        try:
+            body = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the request is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise ValueError("the request is not a JSON object")
+        return ApiRequest(
+            self.runs, {key: value for key, value in body.items() if isinstance(value, str)}, body, self.talk
+        )
+
     async def _events(self, request: Request) -> Response:
         """One event per change of a run: a message for a step, an event `status` for a new status.json."""
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
         return StreamingResponse(self._changes(), media_type="text/event-stream")
 
     async def _changes(self) -> AsyncIterator[bytes]:
         steps: dict[str, int] = {}
-        written: dict[str, int] = {}
-        while True:
-            runs = await anyio.to_thread.run_sync(self.runs.all)
-            now = await anyio.to_thread.run_sync(lambda: {run.name: run.metrics.last()[0] for run in runs})  # noqa: B023
+        statuses: dict[str, int] = {}
+        while not self._stopping.is_set():
+            now, written = await anyio.to_thread.run_sync(self._last_changes)
             for name in now.keys() | steps.keys():
                 if steps.get(name) != now.get(name):
-                    yield f"data: {json.dumps({'run': name, 'step': now.get(name)})}\n\n".encode()
-            steps = now
-            for run in runs:
-                if written.get(run.name) != (newest := run.written_ns(STATUS)):
-                    written[run.name] = newest
-                    yield f"event: status\ndata: {json.dumps({'run': run.name, 'state': run_state(run)})}\n\n".encode()
-            await asyncio.sleep(POLL_INTERVAL_S)
+                    yield event_bytes({"run": name, "step": now.get(name)})
+            for run in self.runs.all():
+                if statuses.get(run.name) != written.get(run.name):
+                    yield b"event: status\n" + event_bytes({"run": run.name, "state": run_state(run)})
+            steps, statuses = now, written
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), POLL_INTERVAL_S)
+
+    def _last_changes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Of each run, the last step and when its status was written."""
+        runs = self.runs.all()
+        return {run.name: run.metrics.last()[0] for run in runs}, {run.name: run.written_ns(STATUS) for run in runs}
+
+
+class DashboardServer(uvicorn.Server):
+    """Serves until Ctrl-C, SIGTERM or `stop`; open pages do not hold it up."""
+
+    def __init__(self, app: DashboardApp) -> None:
+        super().__init__(
+            uvicorn.Config(app.app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
+        )
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._app.stop()
+        super().handle_exit(sig, frame)
+
+    def stop(self) -> None:
+        self._app.stop()
+        self.should_exit = True
 
 
 def plotly_script() -> str:
@@ -154,6 +236,17 @@ def plotly_script() -> str:
         return files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
     except ModuleNotFoundError as error:
         raise ValueError("plotly is not installed: pip install 'lockstep-rl[dashboard]'") from error
+
+
+async def _event_lines(stream: Stream) -> AsyncIterator[bytes]:
+    async with aclosing(stream.events) as events:  # type: ignore[type-var]
+        async for event in events:
+            yield event_bytes(event)
+
+
+def event_bytes(event: Any) -> bytes:
+    """A server-sent event with JSON."""
+    return f"data: {json.dumps(_finite(event))}\n\n".encode()
 
 
 def json_response(data: Any, status: int = 200) -> Response:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from lockstep.observability.dashboard.child import ADDRESS
 from lockstep.observability.dashboard.runs import Runs
@@ -33,9 +34,7 @@ def _serve(options: argparse.Namespace) -> int:
     if options.parent is not None:
         _end_with(options.parent)
     try:
-        import uvicorn
-
-        from lockstep.observability.dashboard.app import DashboardApp, plotly_script
+        from lockstep.observability.dashboard.app import DashboardApp, DashboardServer, plotly_script
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'lockstep-rl[dashboard]'") from error
     plotly_script()
@@ -46,15 +45,14 @@ def _serve(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--host {options.host} is not loopback: set --token, or the environment variable {TOKEN_VARIABLE}"
         )
+    if token is not None and not (token.isascii() and token.isprintable() and token.strip() == token):
+        raise ValueError("the token must be printable ASCII text without spaces around it")
     listener = _listener(options)
-    app = DashboardApp(Runs(options.paths), token).app
     host, port = listener.getsockname()[:2]
     stops = "(Ctrl-C stops)" if options.parent is None else "until the run ends"
     shown = f"[{host}]" if ":" in host else host
-    sys.stdout.write(f"{ADDRESS}http://{shown}:{port}/{f'?token={token}' if token else ''} {stops}\n")
-    sys.stdout.flush()
-    config = uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listener])
+    _tell(f"{ADDRESS}http://{shown}:{port}/{f'?token={quote(token)}' if token else ''} {stops}\n")
+    DashboardServer(DashboardApp(Runs(options.paths), token)).run(sockets=[listener])
     return 0
 
 
@@ -72,16 +70,35 @@ def _end_with(parent: int) -> None:
 
 def _listener(options: argparse.Namespace) -> socket.socket:
     """At the port of the options; beside a run at the next one that is free."""
-    if options.parent is None or options.port == 0:
-        return bind(options.host, options.port)
-    for port in (*range(options.port, min(options.port + PORTS_TRIED, 2**16)), 0):
-        try:
-            listener = bind(options.host, port)
-            listener.listen()
-            return listener
-        except (OSError, ValueError):  # taken
-            continue
-    raise ValueError(f"no free port from {options.port} on")
+    host, wanted = options.host, options.port
+    if not 0 <= wanted <= 65535:
+        raise ValueError(f"--port {wanted}: must be 0 to 65535")
+    if options.parent is not None and wanted != 0:
+        for port in range(wanted, min(wanted + PORTS_TRIED, 2**16)):
+            try:
+                listener = bind(host, port)
+                listener.listen()
+                return listener
+            except (OSError, ValueError):  # taken
+                continue
+        wanted = 0
+    try:
+        return bind(host, wanted)
+    except OSError as error:
+        raise ValueError(f"--host {host}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"{error}; choose another --port (0 takes a free one)") from error
+
+
+def _tell(text: str) -> None:
+    """To standard output, if anybody reads it."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,9 +5,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from lockstep.observability.dashboard.metrics_store import MetricsStore
+from lockstep.observability.dashboard.rollout_store import RolloutStore
 from lockstep.observability.jsonl import METRICS_FILE
 from lockstep.observability.run_folder import CONFIG
 
@@ -24,6 +26,10 @@ class RunFolder:
     name: str
     folder: Path
     metrics: MetricsStore = field(compare=False)
+
+    @cached_property
+    def rollouts(self) -> RolloutStore:
+        return RolloutStore(self.folder)
 
     def written_ns(self, file: str) -> int:
         """When a file of the folder was last written; 0 if there is none."""

@@ -13,9 +13,7 @@ import pytest
 pytest.importorskip("plotly", reason='needs plotly: pip install "lockstep-rl[dashboard]"')
 pytest.importorskip("uvicorn", reason='needs uvicorn: pip install "lockstep-rl[dashboard]"')
 
-import uvicorn
-
-from lockstep.observability.dashboard.app import DashboardApp
+from lockstep.observability.dashboard.app import DashboardApp, DashboardServer
 from lockstep.observability.dashboard.runs import Runs
 from lockstep.utils.local_http import bind
 
@@ -29,10 +27,7 @@ OpenPage = Callable[..., Any]
 @contextmanager
 def _served(paths: tuple[Path, ...], token: str | None) -> Iterator[str]:
     listener = bind("127.0.0.1", 0)
-    app = DashboardApp(Runs(paths), token).app
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
-    )
+    server = DashboardServer(DashboardApp(Runs(paths), token))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not server.started and thread.is_alive():
@@ -40,7 +35,7 @@ def _served(paths: tuple[Path, ...], token: str | None) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join(10)
         listener.close()
 

@@ -53,9 +53,12 @@
     const run = params.run || found[0].name;
     runs.value = run;
     tabs.replaceChildren(
-      ...Lockstep.panels.map((each) =>
-        el("a", { href: `#/${each.id}?${new URLSearchParams({ run })}`, "aria-current": each === panel ? "page" : null }, each.title),
-      ),
+      ...Lockstep.panels
+        .filter((each) => !each.within)
+        .map((each) => {
+          const isShown = each === panel || each.id === panel.within;
+          return el("a", { href: `#/${each.id}?${new URLSearchParams({ run })}`, "aria-current": isShown ? "page" : null }, each.title);
+        }),
     );
     if (leave) leave();
     leave = null;
@@ -68,8 +71,11 @@
       runs: found,
       params,
       go: (to, more = {}) => go(to, { run, ...more }),
-      /** Change parameters of the address without building the panel again. */
-      set: (more) => history.replaceState(null, "", `#/${panel.id}?${new URLSearchParams({ ...address().params, ...more })}`),
+      /** Change parameters of the address without building the panel again; those that are undefined, null or "" are removed. */
+      set: (more) => {
+        const kept = Object.entries({ ...address().params, ...more }).filter(([, value]) => (value ?? "") !== "");
+        history.replaceState(null, "", `#/${panel.id}?${new URLSearchParams(kept)}`);
+      },
       /** Called with {run, step} when a run has changed. */
       onChange: (listener) => listeners.add(listener),
       /** Called with {run, state} when a run has written a new status.json: about once per second. */
