@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,7 @@ def wait_for_index(address: str, where: dict[str, str], key: str, timeout_s: flo
     return {}
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--prompts", type=int, default=50, help="per step; default: %(default)s")
@@ -185,7 +186,7 @@ def main() -> None:
         "--index-timeout-s", type=float, default=600.0, help="how long to wait for the index of prompts"
     )
     parser.add_argument("--json", type=Path, help="write the seconds here too")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary) / "large_run"
         if not folder.exists():
@@ -202,7 +203,8 @@ def main() -> None:
     Console().print(table)
     if options.json:
         options.json.write_text(json.dumps(spent, indent=2) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -68,6 +68,13 @@ class ApiRequest:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """An answer that is sent while it is made: each item is one event with JSON."""
+
+    events: AsyncIterator[Any]
+
+
+@dataclass(frozen=True)
 class Recorded:
     """A request whose answer is part of an exported page.
 
@@ -86,13 +93,6 @@ class Recorded:
             for name, value in self.params.items()
         )
         return f"{self.path}?{query}" if query else self.path
-
-
-@dataclass(frozen=True)
-class Stream:
-    """An answer that is sent while it is made: each item is one event with JSON."""
-
-    events: AsyncIterator[Any]
 
 
 Api = Callable[[ApiRequest], Any]
