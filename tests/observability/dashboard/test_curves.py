@@ -216,6 +216,10 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
     assert titles[:2] == ["critic/score/mean", "val-core/math/reward/mean@2"] and "timing_s/step" in titles
     assert "mean entropy of the next-token distribution" in page.inner_text("#curves")
 
+    page.wait_for_selector("#curves figure >> nth=1 >> .scatterlayer path")
+    page.hover("#curves figure >> nth=0 >> .nsewdrag")
+    page.wait_for_selector("#curves figure >> nth=1 >> .hoverlayer text")  # the same step in the other chart
+
     page.click("text=Choose metrics")
     page.fill("[aria-label='Filter metrics']", "onerror")
     page.check(f"label.choice:has-text('{hostile}')")
