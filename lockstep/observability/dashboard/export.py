@@ -91,7 +91,9 @@ def page_of(answers: dict[str, bytes], title: str) -> bytes:
     page = SCRIPT.sub(lambda match: f"<script>\n{_asset(match[1])}</script>", page)
     holder = f'<script id="recorded" type="application/json">{recorded}</script>\n    '
     setter = '<script>window.RECORDED = JSON.parse(document.getElementById("recorded").textContent);</script>\n    '
-    return page.replace("<script>", f"{holder}{setter}<script>", 1).encode()
+    return page.replace("<script>", f"{holder}{setter}<script>", 1).encode(
+        errors="replace"
+    )  # folders may have names that are no text
 
 
 def _asset(name: str) -> str:
