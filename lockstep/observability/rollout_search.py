@@ -38,8 +38,8 @@ class TextSearch:
         """(number, offset of its end, hit or None) of each line of the file from line `number` on, which is at the offset."""
         with open(path, "rb") as file:
             file.seek(offset)
-            for place, _, line in lines_of(file, number):
-                yield place, file.tell(), self._hit(line) if self._needle in line.lower() else None
+            for place, _, end, line in lines_of(file, number):
+                yield place, end, self._hit(line) if self._needle in line.lower() else None
 
     def matching(self, path: Path) -> set[int]:
         """The lines that match."""

@@ -368,7 +368,7 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     page.wait_for_selector("text=Step 11: 60 prompts, 240 responses")
     assert "step=11" in page.url
     page.get_by_label("Sort by").select_option("variance")
-    page.wait_for_function("document.querySelector('#rollouts [aria-busy]') === null")
+    page.wait_for_selector("#rollouts .list:not([aria-busy])")
     page.locator("#rollouts .opener").first.focus()
     page.keyboard.press("Enter")
     page.wait_for_selector("#rollouts article")

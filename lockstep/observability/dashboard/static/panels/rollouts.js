@@ -95,7 +95,7 @@ Lockstep.panel({
       reset,
     );
     const facts = el("p", { class: "facts", role: "status" });
-    const list = el("div", { class: "scroll" });
+    const list = el("div", { class: "scroll list" });
     const pager = el("div", { class: "controls" });
     const found = el("section", { "aria-label": "Results in all steps", hidden: true });
     main.append(
