@@ -98,7 +98,7 @@ class RolloutStore:
         stamps = [(config, _mtime(config)) for _, config in starts(self.folder)]
         folder_stamps = [(folder, _mtime(folder.path)) for folder in listing.folders]
         is_gone = any(stamp is None for _, stamp in folder_stamps)
-        if listing.stamps != stamps or listing.missing is not None or is_gone:
+        if listing.stamps != stamps or listing.missing or is_gone:  # a folder that is missing may be made later
             listing = _Listing(stamps, *dump_folders(self.folder, kind == "validation"))
             folder_stamps = [(folder, _mtime(folder.path)) for folder in listing.folders]
         if listing.folder_stamps != folder_stamps:
