@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.observability.dashboard.dump_rows import DumpRow, read_row
-from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound
+from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Recorded
+from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.show_rollouts import dump_file
 from lockstep.utils.untrusted import JSON_ERRORS
 
@@ -31,6 +32,8 @@ MOST_EXTRAS = 200
 MOST_TOKENS = 5_000
 IMAGE = re.compile(r"data:image/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]+")
 MOST_IMAGE_CHARS = 4_000_000
+RECORDED_ROWS = 16
+"""Responses in an exported page."""
 TOOL_ERROR = "Error: "
 """How a tool message begins if the call failed (`agents/tools/calls.py`)."""
 
@@ -329,6 +332,20 @@ def _decoded(piece: bytes) -> str | None:
         return piece.decode()
     except UnicodeDecodeError:
         return None
+
+
+def recorded(runs: Sequence[RunFolder]) -> Iterator[Recorded]:
+    """The first responses of each run's newest dumps, with their tokens."""
+    for run in runs:
+        for kind in KINDS:
+            try:
+                step, table = run.rollouts.table("validation" if KINDS[kind] else "train")
+            except (ValueError, OSError):  # it has none
+                continue
+            for line in list(table.rows)[:RECORDED_ROWS]:
+                params = {"run": run.name, "kind": kind, "step": str(step), "row": str(line)}
+                yield Recorded("/api/conversation", params)
+                yield Recorded("/api/tokens", params)
 
 
 ROUTES: dict[str, Api] = {

@@ -2,12 +2,12 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
 from lockstep.observability.dashboard.metrics_store import MetricsStore
-from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound
+from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Recorded
 from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.dashboard.timeline_reader import read_step
 from lockstep.observability.glossary import explain
@@ -247,6 +247,13 @@ def _short(value: float) -> float | None:
 
 def _shortened(values: Sequence[float]) -> list[float | None]:
     return [_short(value) for value in values]
+
+
+def recorded(runs: Sequence[RunFolder]) -> Iterator[Recorded]:
+    """The newest step, and what is over the run."""
+    for run in runs:
+        for path in ("/api/time", "/api/memory", "/api/timeline"):
+            yield Recorded(path, {"run": run.name})
 
 
 ROUTES: dict[str, Api] = {"/api/timeline": timeline, "/api/time": time_over_run, "/api/memory": memory}
