@@ -23,6 +23,7 @@ from lockstep.observability.step_times import StepTimes
 from lockstep.observability.tracker import Metrics
 from lockstep.utils.files import atomic_write_bytes
 from lockstep.utils.progress import current
+from lockstep.utils.untrusted import JSON_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     try:
         with open(path, "rb") as file:
             content = json.loads(file.read(MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, *JSON_ERRORS):
         return None
     return content if isinstance(content, dict) else None

@@ -6,8 +6,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
@@ -24,14 +25,17 @@ from lockstep.observability.dashboard.api import (
     compare,
     conversation,
     curves,
+    health,
     rollouts,
     runs as runs_api,
     talk,
     timeline,
 )
+from lockstep.observability.dashboard.health_view import run_state
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Stream
-from lockstep.observability.dashboard.runs import Runs
+from lockstep.observability.dashboard.runs import RunFolder, Runs
 from lockstep.observability.dashboard.talk_server import TalkServer
+from lockstep.observability.run_folder import STATUS
 from lockstep.utils.local_http import names_loopback
 from lockstep.utils.untrusted import JSON_ERRORS
 
@@ -39,8 +43,11 @@ logger = logging.getLogger(__name__)
 
 STATIC = Path(__file__).resolve().with_name("static")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+DOCS = Path(__file__).parents[3] / "docs"
+"""The pages that findings name, in a checkout; an installed package does not have them."""
 APIS: dict[str, Api] = {
     **runs_api.ROUTES,
+    **health.ROUTES,
     **curves.ROUTES,
     **rollouts.ROUTES,
     **conversation.ROUTES,
@@ -75,10 +82,11 @@ class DashboardApp:
         self._stopping = asyncio.Event()
         self._looking = asyncio.Lock()
         self._looked_at = -math.inf
-        self._last_steps: dict[str, int] = {}
+        self._last_look: dict[str, RunNow] = {}
         routes = [
             Route("/", self._guarded(self._page)),
             Route("/static/{name:path}", self._guarded(self._file)),
+            Route("/docs/{name}", self._guarded(self._docs)),
             Route("/plotly.js", self._guarded(self._plotly)),
             Route("/api/events", self._guarded(self._events)),
         ]
@@ -133,6 +141,12 @@ class DashboardApp:
             return PlainTextResponse("not found", status_code=404)
         return Response(path.read_bytes(), media_type=f"{TYPES[path.suffix]}; charset=utf-8")
 
+    async def _docs(self, request: Request) -> Response:
+        path = DOCS / request.path_params["name"]
+        if path.suffix != ".md" or not path.is_file():
+            return PlainTextResponse(f"docs/{path.name} is not installed here", status_code=404)
+        return PlainTextResponse(path.read_bytes())
+
     async def _plotly(self, request: Request) -> Response:
         return Response(
             plotly_script().encode(),
@@ -181,21 +195,21 @@ class DashboardApp:
         )
 
     async def _events(self, request: Request) -> Response:
-        """One event per change of a run."""
+        """One event per change of a run: a message for a step, an event `status` for a new status.json."""
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         return StreamingResponse(self._changes(), media_type="text/event-stream")
 
     async def _changes(self) -> AsyncIterator[bytes]:
-        seen: dict[str, int] = {}
+        seen: dict[str, RunNow] = {}
         told_at = time.monotonic()
         self.num_listening += 1
         try:
             while not self._stopping.is_set():
-                now = await self._steps_now()
+                now = await self._runs_now()
                 for name in now.keys() | seen.keys():
-                    if seen.get(name) != now.get(name):
-                        yield event_bytes({"run": name, "step": now.get(name)})
+                    for event in _events_of(name, seen.get(name), now.get(name)):
+                        yield event
                         told_at = time.monotonic()
                 if time.monotonic() - told_at > HEARTBEAT_S:
                     yield b":\n\n"
@@ -206,16 +220,41 @@ class DashboardApp:
         finally:
             self.num_listening -= 1
 
-    async def _steps_now(self) -> dict[str, int]:
-        """The last step of every run, looked up once for all pages that listen."""
+    async def _runs_now(self) -> dict[str, "RunNow"]:
+        """Every run as it is now, looked up once for all pages that listen."""
         async with self._looking:
             if time.monotonic() - self._looked_at > POLL_INTERVAL_S / 2:
-                self._last_steps = await anyio.to_thread.run_sync(self._look)
+                self._last_look = await anyio.to_thread.run_sync(self._look)
                 self._looked_at = time.monotonic()
-            return self._last_steps
+            return self._last_look
 
-    def _look(self) -> dict[str, int]:
-        return {run.name: run.metrics.last()[0] for run in self.runs.all()}
+    def _look(self) -> dict[str, "RunNow"]:
+        return {run.name: self._run_now(run) for run in self.runs.all()}
+
+    def _run_now(self, run: RunFolder) -> "RunNow":
+        before = self._last_look.get(run.name)
+        step, written_ns = run.metrics.last()[0], run.written_ns(STATUS)
+        if before is not None and before.written_ns == written_ns:
+            return RunNow(step, written_ns, before.state)
+        return RunNow(step, written_ns, run_state(run))
+
+
+@dataclass(frozen=True)
+class RunNow:
+    """The last step of a run, when its status was written, and its state."""
+
+    step: int
+    written_ns: int
+    state: Any
+
+
+def _events_of(name: str, before: RunNow | None, now: RunNow | None) -> Iterator[bytes]:
+    """What pages are told of a run."""
+    step = None if now is None else now.step
+    if before is None or before.step != step:
+        yield event_bytes({"run": name, "step": step})
+    if now is not None and (before is None or before.written_ns != now.written_ns):
+        yield b"event: status\n" + event_bytes({"run": name, "state": now.state})
 
 
 class DashboardServer(uvicorn.Server):
@@ -261,9 +300,13 @@ def event_bytes(event: Any) -> bytes:
 
 
 def json_response(data: Any, status: int = 200) -> Response:
+    return Response(json_bytes(data), status, media_type="application/json")
+
+
+def json_bytes(data: Any) -> bytes:
     """NaN and infinities, which JSON lacks, are null; lone surrogates, which models emit, are replaced."""
     text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Response(text.encode(errors="replace"), status, media_type="application/json")
+    return text.encode(errors="replace")
 
 
 def _finite(value: Any) -> Any:

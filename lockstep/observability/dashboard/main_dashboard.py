@@ -24,12 +24,29 @@ NICENESS = 10
 def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     try:
-        return _serve(options)
+        return _export(options) if options.export is not None else _serve(options)
     except ValueError as error:
         sys.stderr.write(f"lockstep dashboard: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    try:
+        from lockstep.observability.dashboard.export import export_page
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed: pip install 'lockstep-rl[dashboard]'") from error
+    _check_paths(options.paths)
+    num_bytes, num_left_out = export_page(Runs(options.paths or [DEFAULT_FOLDER]), options.export)
+    more = f"; {num_left_out} answers left out to keep it small" if num_left_out else ""
+    sys.stdout.write(f"wrote {options.export} ({num_bytes / 1e6:.1f} MB{more}): open it in a browser, or send it\n")
+    return 0
+
+
+def _check_paths(paths: Sequence[Path]) -> None:
+    if missing := [str(path) for path in paths if not path.expanduser().exists()]:
+        raise ValueError(f"{missing[0]} does not exist: name a run's folder, or a folder of runs")
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -40,8 +57,7 @@ def _serve(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'lockstep-rl[dashboard]'") from error
     plotly_script()
-    if missing := [str(path) for path in options.paths if not path.expanduser().exists()]:
-        raise ValueError(f"{missing[0]} does not exist: name a run's folder, or a folder of runs")
+    _check_paths(options.paths)
     runs = Runs(options.paths or [DEFAULT_FOLDER])
     token = options.token or os.environ.get(TOKEN_VARIABLE) or None
     if token is None and not is_loopback(options.host):
@@ -127,4 +143,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8265, help="0 takes a free one; default: %(default)s")
     add("--token", help=f"what the browser must send once as ?token=; default: the variable {TOKEN_VARIABLE}")
     add("--parent", type=int, help=argparse.SUPPRESS)  # `trainer.dashboard`: the process that starts this one
+    add("--export", type=Path, metavar="FILE", help="write one page with what there is now, to send; nothing is served")
     return parser

@@ -36,6 +36,13 @@ class RunFolder:
     def rollouts(self) -> RolloutStore:
         return RolloutStore(self.folder)
 
+    def written_ns(self, file: str) -> int:
+        """When a file of the folder was last written; 0 if there is none."""
+        try:
+            return (self.folder / file).stat().st_mtime_ns
+        except OSError:
+            return 0
+
 
 class Runs:
     """Finds runs, also ones that begin later. paths: runs, or folders of runs. Safe to use from several threads."""

@@ -23,6 +23,14 @@ Serve = Callable[..., str]
 OpenPage = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Indexes that a dashboard makes are not left in the user's folder."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
 @contextmanager
 def served(app: DashboardApp) -> Iterator[str]:
     """The URL of a dashboard that is served in a thread."""
