@@ -27,7 +27,7 @@ from lockstep.observability.token_file import RowTokens
 from lockstep.utils.untrusted import printable
 
 SHOWN_APART = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
-SHOWN_APART |= {"reward_failed", "non_finite", "messages"}
+SHOWN_APART |= {"reward_failed", "non_finite", "messages", "data_source"}
 TOKEN_COLUMNS = {
     "rollout_log_probs": "log-prob",
     "old_log_probs": "trainer",
@@ -133,7 +133,8 @@ def _group_lines(
 ) -> Iterator[str]:
     first = group.rows[0]
     index = f" | row {first['index']} of the data" if first.get("index") is not None else ""
-    yield f"group {group.number} of {num_groups}{index} | score {format_number(group.mean('score'))}"
+    source = f" | {one_line(first['data_source'], 60)}" if first.get("data_source") else ""
+    yield f"group {group.number} of {num_groups}{index}{source} | score {format_number(group.mean('score'))}"
     yield from _indented(first["input"], chars, "  ")
     if first.get("gts") not in (None, ""):
         yield f"  expected: {one_line(first['gts'], chars or 10**9)}"

@@ -118,27 +118,26 @@ def page(title: str, steps: Steps) -> str:
 def drawing(steps: Steps) -> dict[str, Any]:
     """The tracks, and the spans as [step, name, number of the track, lane, begin, end], in microseconds since the first begin."""
     begin = min(span.begin_us for spans in steps.values() for span in spans)
-    tracks = tracks_of(steps)
-    lanes = {track: _lanes(track, steps) for track in tracks}
+    spans: dict[Track, list[tuple[int, Span]]] = {track: [] for track in tracks_of(steps)}
+    for step, found in steps.items():
+        for span in found:
+            spans[span.role, span.rank].append((step, span))
+    lanes = {track: _lanes([span for _, span in own]) for track, own in spans.items()}
     return {
-        "tracks": [{"role": role, "rank": rank, "lanes": 1 + max(lanes[role, rank])} for role, rank in tracks],
+        "tracks": [{"role": role, "rank": rank, "lanes": 1 + max(lanes[role, rank])} for role, rank in spans],
         "spans": [
             [step, span.name, number, lane, span.begin_us - begin, span.end_us - begin]
-            for number, track in enumerate(tracks)
-            for (step, span), lane in zip(_spans_of(track, steps), lanes[track])
+            for number, (track, own) in enumerate(spans.items())
+            for (step, span), lane in zip(own, lanes[track])
         ],
     }
 
 
-def _spans_of(track: Track, steps: Steps) -> list[tuple[int, Span]]:
-    return [(step, span) for step, spans in steps.items() for span in spans if (span.role, span.rank) == track]
-
-
-def _lanes(track: Track, steps: Steps) -> list[int]:
-    """How many spans of the track are open at each span's begin."""
+def _lanes(spans: Sequence[Span]) -> list[int]:
+    """How many spans of a track are open at each span's begin."""
     lanes = []
     ends = list[int]()
-    for _, span in _spans_of(track, steps):
+    for span in spans:
         while ends and ends[-1] <= span.begin_us:
             ends.pop()
         lanes.append(len(ends))

@@ -55,8 +55,16 @@ class Reader:
         if [program, *words[:1]] == ["lockstep", "serve"]:
             return self._servers.enter_context(server(words[1:]))
         if program not in ("lockstep", "python") or "trainer.n_gpus_per_node=2" in words:
-            result = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=300, env=os.environ | RAY)
-            code, printed = result.returncode, result.stdout + result.stderr
+            result = subprocess.run(
+                line,
+                shell=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=300,
+                env=os.environ | RAY,
+            )
+            code, printed = result.returncode, result.stdout
         else:
             with logged() as lines:
                 code = cli.main(words) if program == "lockstep" else run_python(words)

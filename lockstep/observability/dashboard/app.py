@@ -5,8 +5,10 @@ import hmac
 import json
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
@@ -31,14 +33,15 @@ from lockstep.observability.dashboard.api import (
 )
 from lockstep.observability.dashboard.health_view import run_state
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Stream
-from lockstep.observability.dashboard.runs import Runs
+from lockstep.observability.dashboard.runs import RunFolder, Runs
 from lockstep.observability.dashboard.talk_server import TalkServer
 from lockstep.observability.run_folder import STATUS
 from lockstep.utils.local_http import names_loopback
+from lockstep.utils.untrusted import JSON_ERRORS
 
 logger = logging.getLogger(__name__)
 
-STATIC = Path(__file__).with_name("static")
+STATIC = Path(__file__).resolve().with_name("static")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 DOCS = Path(__file__).parents[3] / "docs"
 """The pages that findings name, in a checkout; an installed package does not have them."""
@@ -56,7 +59,8 @@ POSTS: dict[str, Api] = talk.POSTS
 """What changes something, so that it must come from the page itself."""
 MOST_BODY_BYTES = 4 * 2**20
 POLL_INTERVAL_S = 1.0
-COOKIE = "lockstep_dashboard"
+HEARTBEAT_S = 15.0
+"""After this time without a change a page gets a line of no meaning, which shows whether it is still there."""
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
@@ -74,7 +78,11 @@ class DashboardApp:
     def __init__(self, runs: Runs, token: str | None = None) -> None:
         self.runs, self.token = runs, token
         self.talk = TalkServer()
+        self.num_listening = 0
         self._stopping = asyncio.Event()
+        self._looking = asyncio.Lock()
+        self._looked_at = -math.inf
+        self._last_look: dict[str, RunNow] = {}
         routes = [
             Route("/", self._guarded(self._page)),
             Route("/static/{name:path}", self._guarded(self._file)),
@@ -113,7 +121,7 @@ class DashboardApp:
             return "the content type must be application/json, which other pages cannot send"
         if self.token is None:
             return None if names_loopback(request.headers.getlist("host")) else "only this machine has access"
-        given = request.query_params.get("token") or request.cookies.get(COOKIE, "")
+        given = request.query_params.get("token") or request.cookies.get(_cookie(request), "")
         return (
             None
             if hmac.compare_digest(given.encode(), self.token.encode())
@@ -123,12 +131,13 @@ class DashboardApp:
     async def _page(self, request: Request) -> Response:
         response = Response((STATIC / "index.html").read_bytes(), media_type="text/html; charset=utf-8")
         if self.token is not None:
-            response.set_cookie(COOKIE, self.token, httponly=True, samesite="strict")
+            response.set_cookie(_cookie(request), self.token, httponly=True, samesite="strict")
         return response
 
     async def _file(self, request: Request) -> Response:
-        path = (STATIC / request.path_params["name"]).resolve()
-        if not path.is_relative_to(STATIC) or not path.is_file():
+        name = request.path_params["name"]
+        path = (STATIC / name).resolve() if name.isprintable() else STATIC
+        if not path.is_relative_to(STATIC) or path.suffix not in TYPES or not path.is_file():
             return PlainTextResponse("not found", status_code=404)
         return Response(path.read_bytes(), media_type=f"{TYPES[path.suffix]}; charset=utf-8")
 
@@ -177,7 +186,7 @@ class DashboardApp:
                 raise ValueError(f"the request is larger than {MOST_BODY_BYTES >> 20} MiB")
         try:
             body = json.loads(content)
-        except (ValueError, RecursionError) as error:
+        except JSON_ERRORS as error:
             raise ValueError(f"the request is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise ValueError("the request is not a JSON object")
@@ -192,24 +201,60 @@ class DashboardApp:
         return StreamingResponse(self._changes(), media_type="text/event-stream")
 
     async def _changes(self) -> AsyncIterator[bytes]:
-        steps: dict[str, int] = {}
-        statuses: dict[str, int] = {}
-        while not self._stopping.is_set():
-            now, written = await anyio.to_thread.run_sync(self._last_changes)
-            for name in now.keys() | steps.keys():
-                if steps.get(name) != now.get(name):
-                    yield event_bytes({"run": name, "step": now.get(name)})
-            for run in self.runs.all():
-                if statuses.get(run.name) != written.get(run.name):
-                    yield b"event: status\n" + event_bytes({"run": run.name, "state": run_state(run)})
-            steps, statuses = now, written
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), POLL_INTERVAL_S)
+        seen: dict[str, RunNow] = {}
+        told_at = time.monotonic()
+        self.num_listening += 1
+        try:
+            while not self._stopping.is_set():
+                now = await self._runs_now()
+                for name in now.keys() | seen.keys():
+                    for event in _events_of(name, seen.get(name), now.get(name)):
+                        yield event
+                        told_at = time.monotonic()
+                if time.monotonic() - told_at > HEARTBEAT_S:
+                    yield b":\n\n"
+                    told_at = time.monotonic()
+                seen = now
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), POLL_INTERVAL_S)
+        finally:
+            self.num_listening -= 1
 
-    def _last_changes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Of each run, the last step and when its status was written."""
-        runs = self.runs.all()
-        return {run.name: run.metrics.last()[0] for run in runs}, {run.name: run.written_ns(STATUS) for run in runs}
+    async def _runs_now(self) -> dict[str, "RunNow"]:
+        """Every run as it is now, looked up once for all pages that listen."""
+        async with self._looking:
+            if time.monotonic() - self._looked_at > POLL_INTERVAL_S / 2:
+                self._last_look = await anyio.to_thread.run_sync(self._look)
+                self._looked_at = time.monotonic()
+            return self._last_look
+
+    def _look(self) -> dict[str, "RunNow"]:
+        return {run.name: self._run_now(run) for run in self.runs.all()}
+
+    def _run_now(self, run: RunFolder) -> "RunNow":
+        before = self._last_look.get(run.name)
+        step, written_ns = run.metrics.last()[0], run.written_ns(STATUS)
+        if before is not None and before.written_ns == written_ns:
+            return RunNow(step, written_ns, before.state)
+        return RunNow(step, written_ns, run_state(run))
+
+
+@dataclass(frozen=True)
+class RunNow:
+    """The last step of a run, when its status was written, and its state."""
+
+    step: int
+    written_ns: int
+    state: Any
+
+
+def _events_of(name: str, before: RunNow | None, now: RunNow | None) -> Iterator[bytes]:
+    """What pages are told of a run."""
+    step = None if now is None else now.step
+    if before is None or before.step != step:
+        yield event_bytes({"run": name, "step": step})
+    if now is not None and (before is None or before.written_ns != now.written_ns):
+        yield b"event: status\n" + event_bytes({"run": name, "state": now.state})
 
 
 class DashboardServer(uvicorn.Server):
@@ -238,6 +283,11 @@ def plotly_script() -> str:
         raise ValueError("plotly is not installed: pip install 'lockstep-rl[dashboard]'") from error
 
 
+def _cookie(request: Request) -> str:
+    """Cookies are shared by all ports of a host, and each may have its own dashboard."""
+    return f"lockstep_dashboard_{request.url.port or 'default'}"
+
+
 async def _event_lines(stream: Stream) -> AsyncIterator[bytes]:
     async with aclosing(stream.events) as events:  # type: ignore[type-var]
         async for event in events:
@@ -250,9 +300,13 @@ def event_bytes(event: Any) -> bytes:
 
 
 def json_response(data: Any, status: int = 200) -> Response:
+    return Response(json_bytes(data), status, media_type="application/json")
+
+
+def json_bytes(data: Any) -> bytes:
     """NaN and infinities, which JSON lacks, are null; lone surrogates, which models emit, are replaced."""
     text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return Response(text.encode(errors="replace"), status, media_type="application/json")
+    return text.encode(errors="replace")
 
 
 def _finite(value: Any) -> Any:

@@ -1,9 +1,10 @@
 """What a function of `api/` gets: the runs, and the parameters of the request."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote_plus
 
 from lockstep.observability.dashboard.runs import RunFolder, Runs
 from lockstep.observability.dashboard.talk_server import TalkServer
@@ -73,5 +74,34 @@ class Stream:
     events: AsyncIterator[Any]
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """A request whose answer is part of an exported page.
+
+    params: those that the page sends, in its order; narrowed: makes the answer that is shown, e.g. with only the recorded steps.
+    """
+
+    path: str
+    params: Mapping[str, str]
+    narrowed: Callable[[Any], Any] | None = None
+
+    @property
+    def url(self) -> str:
+        """As the page's `URLSearchParams` writes it."""
+        query = "&".join(
+            f"{name}={quote_plus(value, safe='*', errors='replace').replace('~', '%7E')}"
+            for name, value in self.params.items()
+        )
+        return f"{self.path}?{query}" if query else self.path
+
+
 Api = Callable[[ApiRequest], Any]
 """Returns what is sent as JSON, or a Stream of it. ValueError is an answer too: its text is shown on the page."""
+
+Recorder = Callable[[Sequence[RunFolder]], Iterable[Recorded]]
+"""`recorded` of a module of `api/`: what it adds to an exported page, the most important first."""
+
+
+def json_list(names: Iterable[str]) -> str:
+    """As the page's `JSON.stringify` writes it."""
+    return json.dumps(list(names), ensure_ascii=False, separators=(",", ":"))

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from lockstep.observability.timeline import TIMELINE_FILE, by_begin, spans_in
 from lockstep.utils.spans import Span
+from lockstep.utils.untrusted import JSON_ERRORS
 
 LONGEST_LINE = 64 * 2**20
 SCANNED_BYTES = 256 * 2**20
@@ -111,7 +112,7 @@ def _step(line: bytes) -> int | None:
 def _spans(line: bytes) -> list[Span]:
     try:
         spans = spans_in(json.loads(line))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (*JSON_ERRORS, TypeError, KeyError, AttributeError):
         return []
     kinds = (str, str, int, int, int)
     return [

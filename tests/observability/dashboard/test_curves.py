@@ -18,7 +18,8 @@ from lockstep.observability.dashboard.curve_points import MOST_POINTS, bucket_me
 from lockstep.observability.dashboard.request import ApiRequest
 from lockstep.observability.dashboard.runs import Runs
 from lockstep.observability.jsonl import json_line
-from tests.observability.dashboard.made_runs import make_run
+from tests.observability.dashboard.conftest import OpenPage, Serve
+from tests.observability.dashboard.made_runs import make_run, step_metrics
 
 
 def ask(api: Any, folder: Path, **params: str) -> Any:
@@ -41,13 +42,14 @@ def test_extremes_and_odd_values_stay(num_points: int) -> None:
     assert len(kept) <= MOST_POINTS and kept.tolist() == sorted(set(kept.tolist()))
     assert {0, 7, 11, num_points // 2, num_points // 3, num_points - 3, num_points - 1} <= set(kept.tolist())
     size = bucket_size(num_points)
+    means = bucket_means(values, size)
     for begin in range(0, num_points, size):
         bucket = values[begin : begin + size]
         shown = values[kept[(kept >= begin) & (kept < begin + size)]]
         finite = bucket[np.isfinite(bucket)]
         if len(finite):
             assert finite.min() in shown and finite.max() in shown
-            assert bucket_means(values, size)[begin // size] == pytest.approx(finite.mean())
+            assert means[begin // size] == pytest.approx(finite.mean())
 
 
 def test_a_bucket_without_a_number() -> None:
@@ -172,3 +174,66 @@ def test_neither_torch_nor_transformers_is_imported() -> None:
         "import sys, lockstep.observability.dashboard.app; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert run_process([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=30)
+    make_run(tmp_path / "b", steps=20, settings={"data": {"max_response_length": 128}})
+    hostile = "x/<img src=x onerror=alert(1)>"
+    with open(run / "metrics.jsonl", "ab") as metrics:
+        metrics.write(json_line({"step": 30, hostile: 1.0, "actor/pg_loss": math.nan}))
+    url = serve(tmp_path)
+    page = open_page(f"{url}/#/curves?run=a")
+    page.wait_for_selector("#curves figure >> nth=0 >> .js-plotly-plot")
+    titles = page.locator("#curves figure h3").all_inner_texts()
+    assert titles[:2] == ["critic/score/mean", "val-core/math/reward/mean@2"] and "timing_s/step" in titles
+    assert "mean entropy of the next-token distribution" in page.inner_text("#curves")
+
+    page.click("text=Choose metrics")
+    page.fill("[aria-label='Filter metrics']", "onerror")
+    page.check(f"label.choice:has-text('{hostile}')")
+    page.wait_for_selector("#curves figure h3:has-text('onerror')")
+    assert page.locator("#curves figure img").count() == 0
+    page.goto(f"{url}/#/curves?run=a&metric=actor/pg_loss")
+    page.wait_for_selector("#curves figure .note:has-text('1 values are not numbers')")
+
+    page.click("text=Compare with other runs")
+    page.check("label.choice:has-text('b')")
+    page.wait_for_selector("#curves .settings table")
+    assert "data.max_response_length" in page.inner_text("#curves .settings")
+    page.select_option("#curves .controls select", "hours")
+    page.check("text=log scale")
+    page.focus("[aria-label=Smoothing]")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#curves .controls output") == "mean of 5 steps"
+    address = page.evaluate("location.hash")
+    assert all(part in address for part in ("metric=actor%2Fpg_loss", "with=b", "x=hours", "log=1", "smooth=5"))
+    page.reload()
+    page.wait_for_selector("#curves .js-plotly-plot")
+    figure = "document.querySelector('#curves .js-plotly-plot')"
+    page.wait_for_function(f"{figure}.data.length > 3 && {figure}.layout.yaxis.type === 'log'")
+    with page.expect_download() as download:
+        page.click("[aria-label='Download actor/pg_loss as CSV']")
+    lines = download.value.path().read_text().splitlines()
+    assert lines[0] == '"run","step","samples","tokens","hours","actor/pg_loss"' and len(lines) == 51
+
+    page.goto(f"{url}/#/curves?run=a&metric=critic/score/max")
+    page.wait_for_function(f"{figure}?.data?.[0].x.length === 30")
+    page.evaluate(f"Plotly.relayout({figure}, {{'xaxis.range': [5, 10]}})")
+    with open(run / "metrics.jsonl", "ab") as metrics:
+        metrics.write(json_line({"step": 31, "time": 1.7e9 + 310} | step_metrics(31, 31)))
+    page.wait_for_function(f"{figure}.data[0].x.length === 31", timeout=15_000)
+    assert page.evaluate(f"{figure}.layout.xaxis.range") == [5, 10]
+
+
+@pytest.mark.slow
+def test_the_panel_smooths_as_a_plain_mean_does(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=30)
+    page = open_page(f"{serve(tmp_path)}/#/curves?run=a&metric=critic/score/mean&smooth=5")
+    figure = "document.querySelector('#curves .js-plotly-plot')"
+    page.wait_for_function(f"{figure}?.data?.length === 2")
+    values = [json.loads(line)["critic/score/mean"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    expected = [fmean(values[max(0, place - 4) : place + 1]) for place in range(30)]
+    assert page.evaluate(f"{figure}.data[1].y") == pytest.approx(expected)

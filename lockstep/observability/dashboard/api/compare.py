@@ -1,14 +1,15 @@
 """The compare panel: settings and results of two runs, and two runs or steps on the same prompts."""
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.observability.compare import results
 from lockstep.observability.curves import Points
 from lockstep.observability.dashboard.prompt_pairs import Side, pairs_of, summary_of
-from lockstep.observability.dashboard.request import Api, ApiRequest
-from lockstep.observability.dashboard.rollout_store import Kind
+from lockstep.observability.dashboard.request import Api, ApiRequest, Recorded, json_list
+from lockstep.observability.dashboard.rollout_store import KINDS, Kind
 from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.rollout_table import StepTable, text_in
 
@@ -115,6 +116,23 @@ def shortened(text: str) -> str:
         return text
     head, tail = text[: TEXT_CHARS * 2 // 3], text[-(TEXT_CHARS // 3) :]
     return f"{head} [... {len(text) - len(head) - len(tail):,} characters ...] {tail}"
+
+
+def recorded(runs: Sequence[RunFolder]) -> Iterator[Recorded]:
+    """Each pair of runs, and of each run its first step against its last."""
+    names = [run.name for run in runs]
+    pairs = [(left, right) for left in names for right in names if left != right]
+    for left, right in pairs:
+        yield Recorded("/api/compare/results", {"runs": json_list([left, right])})
+    for changed in ({}, {"changed": "1"}):
+        for kind in KINDS[::-1]:
+            for left, right in pairs:
+                yield Recorded("/api/compare/prompts", {"kind": kind, "left": left, "right": right} | changed)
+            for run in runs:
+                if not run.rollouts.why_none(kind):
+                    first = {"left_step": str(min(run.rollouts.files(kind)))}
+                    params = {"kind": kind, "left": run.name} | first | {"right": run.name} | changed
+                    yield Recorded("/api/compare/prompts", params)
 
 
 ROUTES: dict[str, Api] = {"/api/compare/results": compared_results, "/api/compare/prompts": compared_prompts}

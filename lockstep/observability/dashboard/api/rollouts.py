@@ -5,14 +5,16 @@ Answers are pages: a list of 50 entries, a group of 16 responses; long texts are
 
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound
+from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Recorded
 from lockstep.observability.dashboard.rollout_query import GROUP_ORDERS, ROW_ORDERS, Filters, matching, sort_key
 from lockstep.observability.dashboard.rollout_store import KINDS, Kind, RolloutStore
+from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.rollout_files import Row, number_in
 from lockstep.observability.rollout_search import TextSearch
 from lockstep.observability.rollout_table import StepTable, TableGroup, TableRow, as_text, text_in
@@ -32,6 +34,9 @@ BEGINNING_BYTES = 256 * 2**10
 SEARCH_S = 1.0
 SEARCH_HITS = 50
 HISTORY_POINTS = 2000
+RECORDED_STEPS = 6
+RECORDED_GROUPS = 16
+"""Steps of each kind and groups of each step in an exported page."""
 NOT_EXTRAS = {
     "input",
     "output",
@@ -302,6 +307,37 @@ def real(request: ApiRequest, name: str, default: float) -> float:
     if math.isnan(value):
         raise ValueError(f"{name}={text[:40]!r}: must be a number")
     return value
+
+
+def recorded(runs: Sequence[RunFolder]) -> Iterator[Recorded]:
+    """Of each run and kind the newest step, the first one and a few between them: its list and its first groups."""
+    chosen: list[tuple[RunFolder, Kind, int]] = []
+    for run in runs:
+        steps = {kind: [] if run.rollouts.why_none(kind) else spread(list(run.rollouts.files(kind))) for kind in KINDS}
+        yield Recorded("/api/dumps", {"run": run.name}, partial(with_steps, steps))
+        chosen += [(run, kind, step) for kind in KINDS for step in steps[kind]]
+    for run, kind, step in chosen:
+        yield Recorded("/api/rollouts", {"run": run.name, "kind": kind, "step": str(step)})
+    for run, kind, step in chosen:
+        try:
+            groups = run.rollouts.table(kind, step)[1].groups[:RECORDED_GROUPS]
+        except (ValueError, OSError):  # damaged or deleted
+            continue
+        for group in groups:
+            params = {"run": run.name, "kind": kind, "step": str(step), "group": str(group.number)}
+            yield Recorded("/api/group", params)
+
+
+def spread(steps: list[int]) -> list[int]:
+    """The first, the last and some steps between them."""
+    places = (
+        {round(place * (len(steps) - 1) / (RECORDED_STEPS - 1)) for place in range(RECORDED_STEPS)} if steps else ()
+    )
+    return [steps[place] for place in sorted(places)]
+
+
+def with_steps(steps: Mapping[Kind, list[int]], answer: dict[str, Any]) -> dict[str, Any]:
+    return {kind: found | {"steps": steps[kind]} for kind, found in answer.items()}
 
 
 ROUTES: dict[str, Api] = {

@@ -1,9 +1,11 @@
 """The list of runs."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lockstep.observability.dashboard.health_view import run_state
-from lockstep.observability.dashboard.request import Api, ApiRequest
+from lockstep.observability.dashboard.request import Api, ApiRequest, Recorded
+from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.jsonl import METRICS_FILE
 from lockstep.observability.run_folder import STATUS
 
@@ -20,6 +22,10 @@ def list_runs(request: ApiRequest) -> list[dict[str, Any]]:
             {"name": run.name, "folder": str(run.folder), "state": run_state(run), "step": step, "reward": reward}
         )
     return rows
+
+
+def recorded(runs: Sequence[RunFolder]) -> Iterator[Recorded]:
+    yield Recorded("/api/runs", {})
 
 
 ROUTES: dict[str, Api] = {"/api/runs": list_runs}

@@ -1,6 +1,7 @@
 """The panel "Talk": checkpoints of a run, one of them served, and a chat with it."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, 
 from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.dashboard.talk_server import Device
 from lockstep.utils.checkpoint_folder import STEP_FOLDER
+from lockstep.utils.untrusted import JSON_ERRORS
 
 DEVICES = ("cpu", "auto")
 MOST_CHECKPOINTS = 500
@@ -56,13 +58,15 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def _is_training(run: RunFolder) -> bool:
-    """Whether the run says that it is running, as far as one can read it."""
+    """Whether its controller is a living process of this machine."""
     try:
         with open(run.folder / STATUS, "rb") as file:
             status = json.loads(file.read(2**20))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, *JSON_ERRORS):
         return False
-    return isinstance(status, dict) and status.get("state") == "running"
+    if not isinstance(status, dict) or status.get("state") != "running":
+        return False
+    return status.get("host") == socket.gethostname() and Path(f"/proc/{status.get('pid')}").exists()
 
 
 ROUTES: dict[str, Api] = {"/api/talk": talk}

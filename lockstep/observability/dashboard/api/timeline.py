@@ -13,6 +13,7 @@ from lockstep.observability.dashboard.timeline_reader import read_step
 from lockstep.observability.glossary import explain
 from lockstep.observability.timeline import Steps, drawing, parse_numbers, tracks_of
 from lockstep.utils.spans import Span, Track
+from lockstep.utils.untrusted import JSON_ERRORS
 
 MOST_ROWS = 64
 MOST_SPANS = 4000
@@ -20,6 +21,19 @@ MOST_POINTS = 400
 """Of a curve: of longer runs each point is the mean of several steps."""
 PLAN = "plan.json"
 MOST_PLAN_BYTES = 2**20
+
+PHASES_OF_PLAN = {
+    "generate": "gen",
+    "reward model": "reward",
+    "old log-probs": "old_log_prob",
+    "reference log-probs": "ref",
+    "update critic": "update_critic",
+    "update actor": "update_actor",
+    "update": "step",
+}
+"""Phase of a plan -> the same in metrics, where the names differ."""
+GIB = 2**30 / 1e9
+"""A plan's gigabytes have 1e9 bytes, those of metrics 2**30."""
 
 TIMING, STEP = "timing_s/", "timing_s/step"
 AFTER_STEP = "timing_s/save_checkpoint"
@@ -157,13 +171,16 @@ def memory(request: ApiRequest) -> dict[str, Any]:
     """GiB by phase, and median seconds by phase, each beside the plan if the run wrote one."""
     run = request.run()
     plan, problem = _plan(run)
-    planned_gb, planned_s = _numbers(plan.get("memory_gb")), _numbers(plan.get("seconds"))
+    planned_gb = {phase: _short(gb / GIB) for phase, gb in _of_phases(plan.get("memory_gb")).items()}
+    planned_s = _of_phases(plan.get("seconds")) | _of_phases({"step": plan.get("step_seconds")})
     names = run.metrics.names()
     peaks = {name.removeprefix(PEAK) for name in names if name.startswith(PEAK)}
     timed = {name.removeprefix(TIMING) for name in names if name.startswith(TIMING)}
     return {
         "gpu": plan.get("gpu") if isinstance(plan.get("gpu"), str) else None,
-        "gpu_memory_gb": _numbers({"gpu": plan.get("gpu_memory_gb")}).get("gpu"),
+        "gpu_memory_gib": next(
+            (_short(gb / GIB) for gb in _of_phases({"gpu": plan.get("gpu_memory_gb")}).values()), None
+        ),
         "plan_problem": problem,
         "has_plan": bool(plan),
         "memory": [
@@ -207,16 +224,17 @@ def _plan(run: RunFolder) -> tuple[dict[str, Any], str | None]:
             plan = json.loads(file.read(MOST_PLAN_BYTES))
     except FileNotFoundError:
         return {}, None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, *JSON_ERRORS) as error:
         return {}, f"{PLAN} cannot be read: {error}"
     return (plan, None) if isinstance(plan, dict) else ({}, f"{PLAN} is not an object")
 
 
-def _numbers(table: object) -> dict[str, float]:
+def _of_phases(table: object) -> dict[str, float]:
+    """The numbers of a plan, by the metrics' names of phases."""
     if not isinstance(table, dict):
         return {}
     return {
-        name: value
+        PHASES_OF_PLAN.get(name, name): value
         for name, value in list(table.items())[:200]
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }

@@ -108,6 +108,8 @@
     });
   }
 
+  // The token is in a cookie now: it need not stay in the address and the history.
+  if (new URLSearchParams(location.search).has("token")) history.replaceState(null, "", location.pathname + location.hash);
   runs.addEventListener("change", () => go(address().panel || Lockstep.panels[0].id, { run: runs.value }));
   window.addEventListener("hashchange", show);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);

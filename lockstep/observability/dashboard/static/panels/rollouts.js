@@ -48,8 +48,8 @@ Lockstep.panel({
     }
 
     // The controls.
-    const choice = (label, name, options, title) => {
-      const select = el("select", { name, title, onchange: () => change({ [name]: select.value }) });
+    const choice = (label, name, options, more = {}) => {
+      const select = el("select", { name, onchange: () => change({ [name]: select.value, ...more }) });
       select.fill = (entries) => {
         select.replaceChildren(...Object.entries(entries).map(([value, text]) => el("option", { value, selected: value === (state[name] ?? "") }, text)));
       };
@@ -61,15 +61,14 @@ Lockstep.panel({
       input.addEventListener("change", () => change({ [name]: input.value.trim() }));
       return input;
     };
-    const kind = choice("Samples of", "kind", KINDS);
-    kind.select.onchange = null;
+    const kind = choice("Samples of", "kind", KINDS, { step: undefined });
     const view = choice("Show", "view", { groups: "prompts", rows: "responses" });
     const sort = choice("Sort by", "sort", SORTS);
     const order = choice("Order", "order", { desc: "highest first", asc: "lowest first" });
     const stop = choice("Stop reason", "stop", { "": "any" });
     const variance = choice("Scores of a group", "variance", { "": "any", nonzero: "differ", zero: "all equal" });
     const problem = choice("Problem", "problem", { "": "any or none", tool_error: "tool error", reward_failed: "reward failed" });
-    const text = el("input", { type: "search", name: "text", value: state.text ?? "", size: 18, maxLength: 500, "aria-label": "Text in prompt or answer", placeholder: "text in prompt or answer" });
+    const text = el("input", { type: "search", name: "text", value: state.text ?? "", size: 24, maxLength: 500, "aria-label": "Text in prompt or answer", placeholder: "text in prompt or answer" });
     const stepInput = el("input", { type: "number", min: 0, "aria-label": "Step", onchange: () => steps().length && goTo(placeOf(Number(stepInput.value))) });
     const slider = el("input", { type: "range", min: 0, step: 1, "aria-label": "Step by slider", onchange: () => goTo(Number(slider.value)) });
     slider.addEventListener("input", () => (stepInput.value = steps()[Number(slider.value)]));
@@ -101,13 +100,12 @@ Lockstep.panel({
     main.append(
       el("div", { class: "controls" }, kind.label, el("span", { role: "group", "aria-label": "Step" }, previous, " Step ", stepInput, " ", next, " ", last), slider, following),
       el("div", { class: "controls" }, view.label, sort.label, order.label),
-      filters,
+      el("details", { open: matchMedia("(min-width: 700px)").matches || FILTERS.some((name) => state[name]) }, el("summary", {}, "Filters and search"), filters),
       found,
       facts,
       list,
       pager,
     );
-    kind.select.addEventListener("change", () => change({ kind: kind.select.value, step: undefined }));
 
     function drawControls() {
       const place = steps().length ? placeOf(step()) : 0;
@@ -163,7 +161,7 @@ Lockstep.panel({
       if (state.stop && !(state.stop in stops)) stop.select.append(el("option", { value: state.stop, selected: true }, `${state.stop} (0)`));
       for (const option of sort.select.options) option.disabled = (option.value === "advantage" && !summary.has_advantage) || (["turns", "tool_errors"].includes(option.value) && !summary.has_turns);
       const parts = [`Step ${step()}: ${number(summary.num_groups)} prompts, ${number(stats?.n ?? 0)} responses`];
-      if (stats) parts.push(`reward ${number(stats.mean)} (${number(stats.low)} to ${number(stats.high)})`, `${percent(stats.pass_rate)} passed`, `${number(stats.length)} tokens on average`);
+      if (stats) parts.push(`reward ${number(stats.mean)} (${number(stats.low)} to ${number(stats.high)})`, `${percent(stats.pass_rate)} passed`, `${whole(stats.length)} tokens on average`);
       if (summary.num_several) parts.push(`${number(summary.num_equal)} of ${number(summary.num_several)} groups with equal scores`);
       if (stats?.cut) parts.push(`${percent(stats.cut)} cut at the maximum length`);
       if (summary.num_tool_errors) parts.push(`${number(summary.num_tool_errors)} with tool errors`);
@@ -173,6 +171,7 @@ Lockstep.panel({
       facts.replaceChildren(`${parts.join(", ")}.`);
     }
 
+    const whole = (value) => number(value === null ? null : Math.round(value));
     const percent = (share) => (share === null || share === undefined ? "–" : `${number(100 * share, 3)} %`);
     const head = (...names) => el("thead", {}, el("tr", {}, names.map((name) => el("th", { scope: "col" }, name))));
     /** A score as a square: the fuller, the higher in this step. */
@@ -203,7 +202,7 @@ Lockstep.panel({
           el("td", { class: "squares" }, item.scores.map((score) => square(score, low, high)), item.stats.n > item.scores.length ? ` +${number(item.stats.n - item.scores.length)}` : null),
           el("td", {}, number(item.stats.mean, 3)),
           el("td", {}, number(item.stats.std, 3)),
-          el("td", {}, number(item.stats.length, 3)),
+          el("td", {}, whole(item.stats.length)),
           el("td", {}, percent(item.stats.cut)),
         ),
       );
@@ -363,7 +362,7 @@ Lockstep.panel({
             "tr",
             {},
             el("td", {}, el("button", { type: "button", onclick: () => openStep(from + place, history) }, `Step ${each}`)),
-            [percent(history.pass_rate[from + place]), number(history.mean[from + place], 3), number(history.std[from + place], 3), number(history.length[from + place], 3), percent(history.cut[from + place]), number(history.n[from + place])].map((cell) => el("td", {}, cell)),
+            [percent(history.pass_rate[from + place]), number(history.mean[from + place], 3), number(history.std[from + place], 3), whole(history.length[from + place]), percent(history.cut[from + place]), number(history.n[from + place])].map((cell) => el("td", {}, cell)),
           ),
         );
         const isTableOpen = table.querySelector("table") !== null && table.open;

@@ -31,11 +31,12 @@
       let answering = null; // an AbortController while an answer is streamed
 
       const checkpoint = el("select", {});
+      const preferred = server ? server.device : first.device;
       const device = el(
         "select",
         {},
-        el("option", { value: "cpu", selected: first.device === "cpu" }, "CPU"),
-        el("option", { value: "auto", selected: first.device === "auto" }, "GPU if there is one"),
+        el("option", { value: "cpu", selected: preferred === "cpu" }, "CPU"),
+        el("option", { value: "auto", selected: preferred === "auto" }, "GPU if there is one"),
       );
       const load = el("button", { type: "button", onclick: start }, "Load");
       const unload = el("button", { type: "button", onclick: stop }, "Unload");

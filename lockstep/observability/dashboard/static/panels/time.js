@@ -232,9 +232,9 @@ Lockstep.panel({
           el(
             "p",
             {},
-            measured ? "" : "Nothing is measured yet: only the plan is shown. ",
+            measured ? "" : "The run reports no GPU memory, so only the plan is shown. ",
             data.gpu ? `Planned for ${data.gpu}` : "",
-            data.gpu_memory_gb ? ` with ${number(data.gpu_memory_gb, 3)} GiB. ` : "",
+            data.gpu_memory_gib ? ` with ${number(data.gpu_memory_gib, 3)} GiB. ` : "",
             whole.length ? `Largest since the start: ${whole.join(", ")}.` : "",
           ),
           el(
@@ -249,7 +249,7 @@ Lockstep.panel({
         const names = data.memory.map((row) => plain(row.phase));
         const bar = (name, key, pattern) => ({ type: "bar", name, x: names, y: data.memory.map((row) => row[key]), marker: { pattern: { shape: pattern } } });
         const traces = [bar("peak of the run", "peak", ""), bar("in use on the GPU", "used", "."), bar("planned", "planned", "/")];
-        const limit = data.gpu_memory_gb;
+        const limit = data.gpu_memory_gib;
         draw(memoryChart, traces.filter((trace) => trace.y.some((value) => value !== null)), {
           barmode: "group",
           yaxis: { title: { text: "GiB" }, rangemode: "tozero" },
