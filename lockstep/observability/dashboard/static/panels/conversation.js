@@ -235,6 +235,7 @@
       );
       const last = page.begin + page.ids.length;
       where.textContent = `tokens ${number(page.begin + 1)} to ${number(last)} of ${number(page.num_tokens)}, ${number(page.num_trained)} trained on`;
+      previous.hidden = next.hidden = page.num_tokens <= size;
       previous.disabled = page.begin === 0;
       next.disabled = last >= page.num_tokens;
       paint();
@@ -291,13 +292,15 @@
       button("Largest gap", () => open(page.largest_gap), page.largest_gap === null),
       page.turns.length > 1 ? button("Next turn", () => open((page.turns.find(([begin]) => begin > current) || page.turns[0])[0])) : null,
     ];
-    list.addEventListener("mouseover", (event) => {
-      const place = [...list.children].indexOf(event.target);
+    const placeOf = (element) => (element.parentNode === list ? Number(element.id.replace("token-", "")) - page.begin : -1);
+    list.addEventListener("mousemove", (event) => {
+      if (!event.movementX && !event.movementY) return; // the tokens moved, not the mouse
+      const place = placeOf(event.target);
       if (place >= 0) details.textContent = describe(place);
     });
     list.addEventListener("mouseleave", () => choose(current));
     list.addEventListener("click", (event) => {
-      const place = [...list.children].indexOf(event.target);
+      const place = placeOf(event.target);
       if (place >= 0) choose(page.begin + place);
     });
     list.addEventListener("keydown", (event) => {
@@ -323,7 +326,7 @@
       problem,
       list,
       el("div", { class: "controls" }, previous, next, where),
-      reasons.length ? el("ul", { class: "muted" }, ...reasons) : null,
+      el("ul", { class: "muted", hidden: !reasons.length }, ...reasons),
       promptTokens(ask),
     );
     draw();
@@ -373,8 +376,8 @@
         data.expected ? el("section", { class: "turn", "aria-label": "expected answer" }, el("h4", {}, "expected"), textBlock(data.expected, fetchPage)) : "",
         el("h3", {}, "The reward function's output"),
         extrasTable(data.extras, fetchPage),
-        await tokensSection(context, ask),
       );
+      main.append(await tokensSection(context, ask));
     },
   });
 })();
