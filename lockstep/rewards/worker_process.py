@@ -25,7 +25,7 @@ MIN_WRITE_BYTES = 1 << 13
 """Bytes to collect before a write."""
 PREFETCH_S = 0.005
 """A worker holds rows for this time, so that it need not wait for the next one."""
-STACK_TIMEOUT_S = 0.5
+STACK_TIMEOUT_S = 2.0
 END_TIMEOUT_S = 5.0
 
 

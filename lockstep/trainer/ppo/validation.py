@@ -80,9 +80,10 @@ class Responses:
 
     @property
     def dumped_details(self) -> dict[str, list[Any]]:
-        """`uid` and the details, without counters that are 0 for all responses."""
+        """`uid`, `data_source` and the details, without counters that are 0 for all responses."""
         counters = COUNT_COLUMNS.values()
-        return {"uid": self.uids} | {n: v for n, v in self.details.items() if n not in counters or any(v)}
+        details = {name: values for name, values in self.details.items() if name not in counters or any(values)}
+        return {"uid": self.uids, "data_source": self.data_sources} | details
 
     @property
     def variables(self) -> dict[str, list[Any]]:

@@ -46,6 +46,11 @@ const Lockstep = {
     return this.el("p", { class: "problem", role: "alert" }, String(error.message || error));
   },
 
+  /** Our own words, with `code` in backticks. */
+  prose(text) {
+    return text.split("`").map((part, index) => (index % 2 ? this.el("code", {}, part) : part));
+  },
+
   number(value, digits = 4) {
     if (value === null || value === undefined) return "–";
     if (Number.isInteger(value)) return value.toLocaleString("en");
