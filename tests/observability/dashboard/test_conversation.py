@@ -52,7 +52,8 @@ def test_turns_with_tool_calls_rewards_and_images(tmp_path: Path) -> None:
     found = ask(run, "/api/conversation/image", TOOLS, place=json.dumps(image["image"]))
     assert found == {"uri": f"data:image/png;base64,{PIXEL}"}
     assert "not an embedded" in ask(run, "/api/conversation/image", TOOLS, place='["output"]')["error"]
-    assert (data["rows"], data["group"], data["group_place"]) == (4, [TOOLS, HOSTILE], 0)
+    assert (data["rows"], data["step_neighbours"]) == (4, [None, HOSTILE])
+    assert (data["group_size"], data["group_place"], data["group_neighbours"]) == (2, 0, [None, HOSTILE])
     assert (data["score"], data["length"], data["finish_reason"], data["index"]) == (0, 11, "stop", 3)
     assert data["prompt"]["text"] == "What is 2 + 2?" and data["expected"]["text"] == "4"
     assert data["extras"] == [
@@ -129,8 +130,8 @@ def test_what_is_missing_or_damaged_is_said(tmp_path: Path) -> None:
     assert "trainer.rollout_token_rows" in ask(run, "/api/tokens", WITHOUT_TOKENS)["error"]
     assert "trainer.rollout_token_data=true" in ask(run, "/api/tokens", step=2)["error"]
     assert "no row 99" in ask(run, "/api/conversation", 99)["error"]
-    assert "no such step" in ask(run, "/api/conversation", step=77)["error"]
-    assert "must be train or validation" in ask(run, "/api/conversation", kind="x")["error"]
+    assert "step 77 has no dump" in ask(run, "/api/conversation", step=77)["error"]
+    assert "must be one of train, validation" in ask(run, "/api/conversation", kind="x")["error"]
     tokens.write_bytes(tokens.read_bytes()[:200])
     assert "cannot be read" in ask(run, "/api/tokens")["error"]
     shutil.copy(run / "rollouts" / "2.jsonl", run / "rollouts" / "1.jsonl")
@@ -139,7 +140,7 @@ def test_what_is_missing_or_damaged_is_said(tmp_path: Path) -> None:
     assert "is not of this 1.jsonl" in ask(run, "/api/tokens")["error"]
     (run / "rollouts" / "1.jsonl").write_bytes(b"\xff\x00garbage\n[1]\n" + b"[" * 100_000 + b"\n")
     for row in range(3):
-        assert "not a row of a dump" in ask(run, "/api/conversation", row)["error"]
+        assert "there is no row" in ask(run, "/api/conversation", row)["error"]
     odd = {"messages": [1, None, {"role": 3, "content": {"a": 1}, "tool_calls": [7, {"function": 1}]}], "score": "x"}
     odd |= {"turn_rewards": ["x"], "non_finite": 3, "uid": 5, "gts": [], "input": 7, "step": [], "index": 10**400}
     (run / "rollouts" / "1.jsonl").write_text(json.dumps(odd) + "\n")

@@ -119,19 +119,17 @@
   /** Links to the other responses of the group and of the step. */
   function neighbours(data, context) {
     const to = (row, label) => {
-      const exists = row !== undefined && row >= 0 && row < data.rows;
-      const open = () => context.go("conversation", { ...context.params, row, token: 0 });
-      return el("button", { type: "button", disabled: !exists, onclick: open }, label);
+      const open = () => context.go("conversation", { ...context.params, row });
+      return el("button", { type: "button", disabled: row === null, onclick: open }, label);
     };
-    const place = data.group_place;
     return el(
       "div",
       { class: "controls" },
       el("button", { type: "button", onclick: () => back(context) }, "All rollouts of the step"),
-      to(data.group[place - 1], "Previous of the group"),
-      to(data.group[place + 1], "Next of the group"),
-      to(data.row - 1, "Previous of the step"),
-      to(data.row + 1, "Next of the step"),
+      to(data.group_neighbours[0], "Previous of the group"),
+      to(data.group_neighbours[1], "Next of the group"),
+      to(data.step_neighbours[0], "Previous of the step"),
+      to(data.step_neighbours[1], "Next of the step"),
     );
   }
 
@@ -365,7 +363,7 @@
       const data = await api("/api/conversation", ask);
       const fetchPage = (place, begin) => api("/api/conversation/text", { ...ask, place: JSON.stringify(place), begin: begin || undefined });
       const fetchImage = (place) => api("/api/conversation/image", { ...ask, place: JSON.stringify(place) });
-      const group = data.group.length > 1 ? `, ${data.group_place + 1} of ${data.group.length} responses to its prompt` : "";
+      const group = data.group_size > 1 ? `, ${data.group_place + 1} of ${number(data.group_size)} responses to its prompt` : "";
       main.append(
         el("h2", {}, `${kind === "validation" ? "Validation at step" : "Step"} ${number(data.step ?? Number(step))}, response ${number(data.row + 1)} of ${number(data.rows)}${group}`),
         neighbours(data, context),
