@@ -8,6 +8,7 @@
 # make test-environments  the tests that need reasoning-gym, OpenEnv or verifiers, in two environments
 # make lint    the checks without the tests
 # make docs    the documentation as a site, in site/
+# make package  the wheel and the source distribution, in dist/
 # make chaos   300 faults injected into training runs, and the table in docs/reliability.md (about 20 minutes)
 # `make setup PYTHON=python3.12` selects the interpreter (3.11 or newer).
 
@@ -24,7 +25,7 @@ ENVIRONMENTS_VENV := .venv-environments
 VERIFIERS_VENV := .venv-verifiers
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
-.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint docs chaos format docs-config clean
+.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint docs package chaos format docs-config clean
 
 setup: $(READY)
 
@@ -45,6 +46,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+package: setup
+	rm -rf build dist
+	$(BIN)/python -m build
 
 # The tests are many small computations; one thread per process is fastest. They start many interpreters, which use compiled files.
 test test-all: export OMP_NUM_THREADS := 1

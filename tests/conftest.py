@@ -30,6 +30,7 @@ choose_matrix_library()  # as in runs: whether a test is the first to load a mod
 ON_SHARED_RAY = (
     "tests/demo/test_calculator.py",
     "tests/docs/test_commands.py::test_one_command_per_page_trains_on_ray",
+    "tests/examples/test_recipes.py::test_recipe_trains_scaled_down",
     "tests/single_controller/test_contract.py",
     "tests/single_controller/test_message_process.py",
     "tests/single_controller/test_ray.py",

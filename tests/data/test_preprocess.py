@@ -317,6 +317,22 @@ def test_reference_solutions_pass_the_generated_tests(tmp_path: Path, script: st
             assert json.loads(json.dumps(result)) == json.loads(expected)
 
 
+def test_hotpotqa_writes_questions_and_each_passage_once(tmp_path: Path) -> None:
+    def example(question: str, *titles: str) -> dict[str, Any]:
+        sentences = [[f"{title} is", " a city. "] for title in titles]
+        return {"question": question, "answer": "Oslo", "context": {"title": list(titles), "sentences": sentences}}
+
+    for examples in ([example("A?", "Oslo", "Rome"), example("B?", "Rome")], [example("C?", "Oslo", "Bonn")]):
+        rows, _ = convert("hotpotqa.py", examples, tmp_path)
+    (row,) = rows
+    assert row["data_source"] == "searchR1_hotpotqa" and row["raw_prompt"][0]["content"].endswith("Question: C?")
+    truth = row["reward_model"]["ground_truth"]
+    assert default_compute_score("searchR1_hotpotqa", "<answer>oslo.</answer>", truth) == 1
+    passages = [json.loads(line) for line in (tmp_path / "made/passages.jsonl").read_text().splitlines()]
+    assert [passage["title"] for passage in passages] == ["Oslo", "Rome", "Bonn"]
+    assert passages[0]["text"] == "Oslo is a city."
+
+
 def test_missing_input_file(tmp_path: Path) -> None:
     code, shown = run_script("gsm8k.py", tmp_path / "none.jsonl", tmp_path / "x.parquet")
     assert code == 1 and "none.jsonl: no such file" in shown

@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.first
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "recipes"),
+]
+"""Those of docs/recipes are run by tests/examples/test_recipes.py."""
 RUN_HERE = [page for page in PAGES if page.parent.name != "tutorials"]
 """Tutorials are run from top to bottom (test_tutorials.py)."""
 SMALL = [
@@ -394,8 +398,10 @@ def test_templates_are_valid_shell() -> None:
             "cluster.md",
             "endpoint.md",
             "environments.md",
+            "install.md",
             "large_models.md",
             "lora.md",
+            "recipes.md",
             "rollout.md",
             "servers.md",
         )
