@@ -7,6 +7,7 @@
 # make test-vllm  the tests that need vLLM, in an environment of their own (CPU build; the first time downloads about 1 GB)
 # make test-environments  the tests that need reasoning-gym, OpenEnv or verifiers, in two environments
 # make lint    the checks without the tests
+# make docs    the documentation as a site, in site/
 # make package  the wheel and the source distribution, in dist/
 # make chaos   300 faults injected into training runs, and the table in docs/reliability.md (about 20 minutes)
 # `make setup PYTHON=python3.12` selects the interpreter (3.11 or newer).
@@ -24,7 +25,7 @@ ENVIRONMENTS_VENV := .venv-environments
 VERIFIERS_VENV := .venv-verifiers
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
-.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint package chaos format docs-config clean
+.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint docs package chaos format docs-config clean
 
 setup: $(READY)
 
@@ -115,10 +116,16 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: setup
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site --bind 127.0.0.1"
+
 docs-config: setup
 	$(BIN)/python -m lockstep.config.reference > docs/config.md
 	$(BIN)/python -m lockstep.observability.glossary > docs/metrics.md
+	$(BIN)/python docs/assets/draw.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(VERIFIERS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(ENVIRONMENTS_VENV) $(VERIFIERS_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find lockstep tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,8 @@
     python examples/make_tiny_model.py --output runs/tiny
 
 Writes model/ (a Qwen2 of 0.16 million parameters, one token per byte), train.jsonl, val.jsonl, reward.py, and sft.jsonl
-with answers that are half digits. docs/tiny_model.md and examples/pipeline.sh train it.
+with answers that are half digits. docs/tiny_model.md and examples/pipeline.sh train it. --tokens adds tokens to its
+vocabulary, such as the parts of a tool call (docs/tutorials/tools.md).
 """
 
 import argparse
@@ -26,7 +27,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(tokens: list[str]) -> PreTrainedTokenizerFast:
     special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
     vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -35,6 +36,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     names = {"pad_token": "<|pad|>", "eos_token": "<|end|>", "additional_special_tokens": special[2:]}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     fast.chat_template = TEMPLATE
+    fast.add_tokens(tokens)
     return fast
 
 
@@ -73,8 +75,9 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Make a tiny model, prompts and a reward function.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", nargs="*", default=[], help="texts that become one token each")
     arguments = parser.parse_args(argv)
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(arguments.tokens)
     tiny_model(tokenizer, arguments.seed).save_pretrained(arguments.output / "model")
     tokenizer.save_pretrained(arguments.output / "model")
     for name, count in (("train", 256), ("val", 16)):

@@ -102,6 +102,10 @@ def _files(values: Values, models: Collection[str]) -> Iterator[Problem]:
         yield Problem("data.dataloader_num_workers", workers, message, also=_SAMPLER)
     if values["trainer.val_only"] and not values["data.val_files"]:
         yield Problem("trainer.val_only", True, "there is no validation data; set data.val_files")
+    folders = ("trainer.rollout_data_dir", "trainer.validation_data_dir")
+    if values["trainer.rollout_token_data"] and not any(values[name] for name in folders):
+        message = "tokens are written beside the dumped responses; set trainer.rollout_data_dir=FOLDER"
+        yield Problem("trainer.rollout_token_data", True, message, also=folders)
     yield from checks.resume_path(values)
 
 

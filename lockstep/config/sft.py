@@ -10,6 +10,7 @@ from lockstep.config.bounds import (
     NonNegativeFloat,
     NonNegativeInt,
     NumSteps,
+    PortNumber,
     PositiveInt,
     SaveFrequency,
     StepNumbers,
@@ -106,6 +107,10 @@ class SupervisedTrainerConfig:
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Trackers: console, file, tensorboard, wandb, mlflow, swanlab, or `module:Class`. `metrics.jsonl` in `default_local_dir`
     is always written."""
+    dashboard: bool = False
+    """Serve the run as a page (docs/dashboard.md) while it trains, to browsers on the controller's machine."""
+    dashboard_port: PortNumber = 8265
+    """Port of that page; the next free one is used if it is taken, and 0 uses any."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Training device; auto uses GPUs if there are any."""
     seed: NonNegativeInt = 1

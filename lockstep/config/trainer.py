@@ -10,6 +10,7 @@ from lockstep.config.bounds import (
     NonNegativeFloat,
     NonNegativeInt,
     NumSteps,
+    PortNumber,
     PositiveInt,
     SaveFrequency,
     StepNumbers,
@@ -32,12 +33,21 @@ class TrainerConfig:
     logger: list[str] = field(default_factory=lambda: ["console"])
     """Trackers: console, file, tensorboard, wandb, mlflow, swanlab, or `module:Class`. `metrics.jsonl` in `default_local_dir`
     is always written."""
+    dashboard: bool = False
+    """Serve the run as a page (docs/dashboard.md) while it trains, to browsers on the controller's machine."""
+    dashboard_port: PortNumber = 8265
+    """Port of that page; the next free one is used if it is taken, and 0 uses any."""
     log_val_generations: NonNegativeInt = 0
     """Number of validation responses sent to the trackers."""
     rollout_data_dir: str | None = None
     """Folder for the rollouts of each step, as `{step}.jsonl`."""
     validation_data_dir: str | None = None
     """Folder for the responses of each validation, as `{step}.jsonl`."""
+    rollout_token_data: bool = False
+    """Write `{step}.tokens.parquet` to these folders too: tokens of responses, with log-probs, advantages, masks, versions."""
+    rollout_token_rows: PositiveInt = 256
+    """Most responses of a step or a validation whose tokens are written, whole groups first: 7 to 22 bytes per token
+    (docs/logging.md)."""
     nnodes: PositiveInt = 1
     """Number of machines."""
     n_gpus_per_node: PositiveInt = 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.text import Text
 from lockstep.config.errors import show
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import defaults, leaves
-from lockstep.observability.curves import Points, Run, read_runs
+from lockstep.observability.curves import Points, read_runs
 from lockstep.observability.run_folder import config_of_step
 from lockstep.observability.step_line import format_number, one_line
 from lockstep.utils.untrusted import printable
@@ -38,6 +38,18 @@ SHOWN_MISSING = 20
 VALUE_CHARS = 60
 PIPE_WIDTH = 200
 """Columns of the output if it is not a terminal."""
+
+
+class ComparedRun(Protocol):
+    """What the results of a run are made from."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def last_step(self) -> int: ...
+    @property
+    def metrics(self) -> set[str]: ...
+    def points(self, metric: str) -> Points: ...
 
 
 def _last(points: Points) -> str:
@@ -84,17 +96,15 @@ def main(argv: Sequence[str]) -> int:
         if len(options.runs) < 2:
             raise ValueError("give two or more runs")
         runs = read_runs(options.runs)
-        configs = [read_settings(path, max(run.values)) for path, run in zip(dict.fromkeys(options.runs), runs)]
+        configs = [read_settings(path, run.last_step) for path, run in zip(dict.fromkeys(options.runs), runs)]
     except ValueError as error:
         sys.stderr.write(f"lockstep compare: {error}\n")
         return 2
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
-    missing = [key for key in all_keys(configs) if not all(key in config for config in configs)]
-    left_out = missing if len(missing) > SHOWN_MISSING else []
-    rows = [(key, values) for key, values in different_settings(configs) if key not in left_out]
+    rows, num_left_out = shown_settings(configs)
     console.print(_table("setting", runs, rows))
-    if left_out:
-        console.print(f" {len(left_out)} settings that not all of the runs have are left out")
+    if num_left_out:
+        console.print(f" {num_left_out} settings that not all of the runs have are left out")
     console.print()
     console.print(_table("result", runs, list(results(runs))))
     return 0
@@ -102,14 +112,26 @@ def main(argv: Sequence[str]) -> int:
 
 def read_settings(run: Path, step: int) -> dict[str, Any]:
     """The settings by dotted key that a step of a run was trained with; ValueError if it has no config."""
-    path = config_of_step(run if run.is_dir() else run.parent, step)
+    return read_config(config_of_step(run if run.is_dir() else run.parent, step))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings of a config file by dotted key; ValueError if it cannot be read."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster; PyYAML may be built without it
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), loader)
         if not isinstance(tree, dict):
             raise TypeError("it has no settings")
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return dict(leaves(tree))
+
+
+def shown_settings(configs: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, list[str]]], int]:
+    """(key, value in each run) of the settings that differ, and how many are left out because not all of the runs have them."""
+    missing = [key for key in all_keys(configs) if not all(key in config for config in configs)]
+    left_out = set(missing) if len(missing) > SHOWN_MISSING else set()
+    return [(key, values) for key, values in different_settings(configs) if key not in left_out], len(left_out)
 
 
 def all_keys(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -126,9 +148,9 @@ def different_settings(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[s
             yield key, [one_line(show(value), VALUE_CHARS) for value in values]
 
 
-def results(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
+def results(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, list[str]]]:
     """(what, value in each run); a run that does not have it shows `-`."""
-    yield "steps", [str(max(run.values)) for run in runs]
+    yield "steps", [str(run.last_step) for run in runs]
     known = sorted(set().union(*(run.metrics for run in runs)))
     for label, patterns, summary in RESULTS:
         groups: list[tuple[str, ...]]
@@ -142,7 +164,7 @@ def results(runs: Sequence[Run]) -> Iterator[tuple[str, list[str]]]:
             yield title, [summary(points) if points else "-" for points in found]
 
 
-def _table(what: str, runs: Sequence[Run], rows: Sequence[tuple[str, list[str]]]) -> Table | Text:
+def _table(what: str, runs: Sequence[ComparedRun], rows: Sequence[tuple[str, list[str]]]) -> Table | Text:
     if not rows:
         return Text(f"no {what} differs")
     table = Table(box=None)

@@ -11,7 +11,6 @@ otherwise: only the lines, as plain text without escape codes; `ProgressLog` log
 import atexit
 import logging
 import sys
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -31,11 +30,11 @@ from lockstep.observability.step_line import (
     step_parts,
     validation_parts,
 )
+from lockstep.observability.step_times import StepTimes
 from lockstep.observability.tracker import Metrics, RunInfo
 from lockstep.utils.progress import describe, show_live
 from lockstep.utils.untrusted import printable
 
-STEPS_AVERAGED = 20
 STEPS_DRAWN = 40
 CELL_CHARS = 300
 
@@ -114,27 +113,6 @@ class ConsoleTracker:
             print(text.plain, file=self._console.file, flush=True)
         except BrokenPipeError:
             self._console.on_broken_pipe()
-
-
-class StepTimes:
-    """Durations of the last steps, to estimate the remaining time."""
-
-    def __init__(self) -> None:
-        self._durations: deque[float] = deque(maxlen=STEPS_AVERAGED)
-        self._last: tuple[int, float] | None = None
-
-    def seconds_left(self, data: Metrics, step: int, total_steps: int | None) -> float | None:
-        """Record a finished step and estimate the remaining time. A step's duration is the time since the previous call,
-        including validation and saving; for the first call it is the step's own time."""
-        now = time.monotonic()
-        if self._last is not None and step > self._last[0]:
-            self._durations.append((now - self._last[1]) / (step - self._last[0]))
-        elif self._last is None and (own := first_number(data, ("timing_s/step",))) is not None:
-            self._durations.append(own)
-        self._last = (step, now)
-        if total_steps is None or not self._durations:
-            return None
-        return max(0, total_steps - step) * sum(self._durations) / len(self._durations)
 
 
 class LiveDisplay:

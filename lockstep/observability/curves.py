@@ -40,6 +40,10 @@ class Run:
     values: dict[int, dict[str, float]]
 
     @property
+    def last_step(self) -> int:
+        return max(self.values)
+
+    @property
     def metrics(self) -> set[str]:
         return {name for values in self.values.values() for name in values}
 
@@ -91,16 +95,26 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def select_metrics(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     """The metrics of names, short names (`reward`) or patterns (`timing_s/*`); without any, the main ones."""
     known = set().union(*(run.metrics for run in runs))
-    chosen: list[str] = []
-    for name in names or DEFAULT_METRICS:
+    chosen = [] if names else default_metrics(known)
+    for name in names:
         patterns = (name, *DEFAULT_METRICS.get(name, ()))
         found = next((matches for pattern in patterns if (matches := _matching(pattern, known))), [])
-        if names and not found:
+        if not found:
             raise ValueError(f"--metric {name}: no run has it; {_nearest(name, known)}")
         chosen += found
     if not chosen:
         raise ValueError(f"the runs have none of the main metrics; choose some with --metric: {_listed(known)}")
     return list(dict.fromkeys(chosen))
+
+
+def default_metrics(known: Iterable[str]) -> list[str]:
+    """The main metrics among those that a run has."""
+    known = set(known)
+    groups = (
+        next((found for pattern in patterns if (found := _matching(pattern, known))), [])
+        for patterns in DEFAULT_METRICS.values()
+    )
+    return [name for found in groups for name in found]
 
 
 def _matching(pattern: str, known: Iterable[str]) -> list[str]:

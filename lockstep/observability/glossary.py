@@ -13,6 +13,7 @@ LENGTHS = "<mean,max,min,clip_ratio>"
 GLOSSARY: dict[str, dict[str, str]] = {
     "Reward": {
         f"critic/score/{MEAN_MAX_MIN}": "score of a response as the reward function or reward model gave it; `mean` is the training reward",
+        "critic/score/zero_variance_groups": "share of prompts whose samples all have the same score: group-relative advantages are 0 for them",
         f"critic/rewards/{MEAN_MAX_MIN}": "the score minus the KL penalty (`algorithm.use_kl_in_reward`); else equal to the score",
         "reward/<name>/mean": "mean of a further number that the reward function returned, such as `acc`",
         "reward/reward_failed/mean": "fraction of responses whose scoring failed (exception or time-out) and that scored 0",
@@ -157,9 +158,11 @@ behind a number: the prompts of a step, with each response, its score and its ad
 
 ## What to watch
 
+The first page of [`lockstep dashboard`](dashboard.md#health) checks these and more while a run trains, and says what it finds with the numbers.
+
 | if | look at | likely cause |
 |---|---|---|
-| the reward does not rise | `critic/score/max` and `min`; `lockstep rollouts` | equal scores in every group give no gradient: the task is too hard or too easy, or the reward function never fires |
+| the reward does not rise | `critic/score/max` and `min`, `critic/score/zero_variance_groups`; `lockstep rollouts` | equal scores in every group give no gradient: the task is too hard or too easy, or the reward function never fires |
 | the reward rises, validation does not | `val-core/...`, `lockstep rollouts RUN --validation` | overfitting, or the reward is satisfied by something else than a right answer |
 | `response_length/clip_ratio` is high | `response_length/mean` | responses are cut before the answer: raise `data.max_response_length` |
 | `actor/entropy` falls to nearly 0 | `critic/advantages/max` | samples of a group become identical: lower `optim.lr`, raise `actor.clip_ratio_high` or `actor.entropy_coeff` |

@@ -1,14 +1,23 @@
-"""The configs in a run's folder, for the programs that write and read it, and the name of its journal.
+"""The files of a run's folder by name, and its configs, for the programs that write and read it. Formats: docs/run_folder.md.
 
 config.yaml                   the config of the last start that trained
 configs/001_step_0.yaml ...   every config that it was trained with, with the step of that start
 global_step_N/config.yaml     the config that step N was trained with
+metrics.jsonl                 `jsonl.METRICS_FILE`
+timeline.jsonl                `timeline.TIMELINE_FILE`
+status.json                   what the run is doing now
+plan.json                     memory and time that were planned
+rollout_journal/              what a fully asynchronous run needs to resume
 """
 
 import re
 from pathlib import Path
 
 CONFIG = "config.yaml"
+STATUS = "status.json"
+"""Written by `status_file.py`."""
+PLAN = "plan.json"
+"""Written by `trainer/run/memory_check.py`."""
 HISTORY = "configs"
 JOURNAL = "rollout_journal"
 """Folder of `trainer/ppo/rollout_sources/journal.py`."""

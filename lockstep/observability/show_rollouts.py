@@ -1,45 +1,48 @@
 """`lockstep rollouts RUN --step N`: the prompts of a step with their responses, scores and advantages.
 
-run folder ─► the configs of its starts ─► dump folders ─► {step}.jsonl ─► groups (one per prompt) ─► text
+groups of a dump (rollout_files.py) ─► selected and sorted ─► text
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
-from lockstep.config.schema import get_in, resolved_value
-from lockstep.observability.run_folder import CONFIG, starts
+from lockstep.observability import token_file
+from lockstep.observability.rollout_files import (
+    Group,
+    NoDumps,
+    Row,
+    dump_file,
+    dumps_of_run,
+    number_in,
+    rank,
+    read_groups,
+)
 from lockstep.observability.step_line import format_number, one_line
+from lockstep.observability.token_file import RowTokens
 from lockstep.utils.untrusted import printable
 
-Row = dict[str, Any]
-
-KEYS = {False: "trainer.rollout_data_dir", True: "trainer.validation_data_dir"}
-"""Whether it is about validation -> the key that selects the dump folder."""
 SHOWN_APART = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
-SHOWN_APART |= {"reward_failed", "non_finite", "messages"}
+SHOWN_APART |= {"reward_failed", "non_finite", "messages", "data_source"}
+TOKEN_COLUMNS = {
+    "rollout_log_probs": "log-prob",
+    "old_log_probs": "trainer",
+    token_file.GAP: "gap",
+    "ref_log_prob": "reference",
+    "entropys": "entropy",
+    "advantages": "advantage",
+    "values": "value",
+    "token_level_rewards": "reward",
+    "rollout_is_weights": "weight",
+}
+"""Numbers of tokens, and their heading."""
 GROUPS = 3
 CHARS = 800
 """Groups shown, and characters of each text, unless the user asks for more."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """The responses to one prompt. number: its position in the file, from 1."""
-
-    number: int
-    rows: list[Row]
-
-    def mean(self, column: str) -> float:
-        return fmean([_number(row, column) for row in self.rows])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,98 +51,24 @@ def main(argv: Sequence[str]) -> int:
         path = dump_file(options.run, options.step, options.validation)
         groups = read_groups(path)
         shown = select(groups, options.group, options.sort, options.reverse)
+        tokens = tokens_of(path, shown, options.group) if options.tokens else {}
     except ValueError as error:
+        if isinstance(error, NoDumps) and not options.validation and _has_validations(options.run):
+            error = ValueError(f"{error.problem}; --validation shows its validations; {error.remedy}")
         sys.stderr.write(f"lockstep rollouts: {error}\n")
         return 2
     limit = options.show if options.show is not None else (0 if options.group else GROUPS)
     chars = options.chars if options.chars is not None else (0 if options.group else CHARS)
     encoding = sys.stdout.encoding or "utf-8"
-    for line in page(path, groups, shown[: limit or None], chars):
+    for line in page(path, groups, shown[: limit or None], chars, tokens):
         sys.stdout.write(f"{line.encode(encoding, 'replace').decode(encoding)}\n")
     return 0
 
 
-def dump_file(run: Path, step: int | None, validation: bool) -> Path:
-    """The dump of a step; None is the last one. run: a run's folder, a dump folder or a dump."""
-    if run.is_file():
-        return run
-    dumps = _dumps_of_run(run, validation) if (run / CONFIG).is_file() else _dumps_in(run)
-    if not dumps:
-        raise ValueError(f"{run} is neither a run's folder (with {CONFIG}) nor has it dumps ({{step}}.jsonl)")
-    steps = sorted(dumps)
-    if step is not None and step not in dumps:
-        raise ValueError(f"--step {step}: {run} has no such step; it has {len(steps)}, from {steps[0]} to {steps[-1]}")
-    return dumps[steps[-1] if step is None else step]
-
-
-def _dumps_in(folder: Path) -> dict[int, Path]:
-    return {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
-
-
-def _dumps_of_run(run: Path, validation: bool) -> dict[int, Path]:
-    """Step -> dump, of each step in the folder that the run used then."""
-    key = KEYS[validation]
-    missing = ""
-    dumps: dict[int, Path] = {}
-    for start, path in starts(run):
-        value, folder = _dump_folder(run, path, key)
-        if value and folder is None:
-            missing = value
-        elif folder is not None:
-            first = start if validation else start + 1  # a start may validate before it trains
-            dumps |= {step: dump for step, dump in _dumps_in(folder).items() if step >= first}
-    if dumps:
-        return dumps
-    if missing:
-        raise ValueError(
-            f"{run} wrote its dumps to {key}={missing}, which does not exist here; pass that folder instead"
-        )
-    remedy = f"set {key}=FOLDER when you start or resume a run to write them"
-    if not validation and _has_validations(run):
-        remedy = f"--validation shows its validations; {remedy}"
-    raise ValueError(f"{run} has no dumps{'' if validation else ' of training'}; {remedy}")
-
-
 def _has_validations(run: Path) -> bool:
     with suppress(ValueError):
-        return bool(_dumps_of_run(run, validation=True))
+        return bool(dumps_of_run(run, validation=True))
     return False
-
-
-def _dump_folder(run: Path, config: Path, key: str) -> tuple[str | None, Path | None]:
-    """The dump folder that a config names, and where it is. A relative one is relative to where the run was started."""
-    try:
-        tree = yaml.safe_load(config.read_text(encoding="utf-8"))
-        tree["trainer"]["default_local_dir"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        raise ValueError(f"{config} is not the config of a run ({type(error).__name__})") from None
-    local_dir = tree["trainer"]["default_local_dir"]
-    try:
-        if not (value := resolved_value(tree, key)):
-            return None, None
-    except ValueError:  # it names an environment variable that is not set here
-        return get_in(tree, key, None), None
-    with suppress(ValueError):
-        local_dir = resolved_value(tree, "trainer.default_local_dir")
-    started_in = Path(str(run.resolve()).removesuffix(str(local_dir or ".")))  # unless the run was moved
-    places = [folder / Path(value).expanduser() for folder in (Path(), started_in, run)]
-    return value, next((place for place in places if place.is_dir()), None)
-
-
-def read_groups(path: Path) -> list[Group]:
-    """The groups of a dump in the order of their first response; without uids, rows with the same prompt are a group."""
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty")
-    found: dict[Any, list[Row]] = {}
-    for number, line in enumerate(path.read_bytes().rstrip(b"\n").split(b"\n"), start=1):
-        try:
-            row = json.loads(line)
-            found.setdefault(row.get("uid", row["input"]), []).append(row)
-        except (ValueError, KeyError, AttributeError):
-            raise ValueError(
-                f"{path}, line {number}: not a row of a dump (JSON with input, output and score)"
-            ) from None
-    return [Group(number, rows) for number, rows in enumerate(found.values(), start=1)]
 
 
 def select(groups: Sequence[Group], name: str | None, sort: str | None, reverse: bool) -> list[Group]:
@@ -152,16 +81,27 @@ def select(groups: Sequence[Group], name: str | None, sort: str | None, reverse:
     if sort is None:
         return list(groups)[::-1] if reverse else list(groups)
     column = {"reward": "score", "length": "length"}[sort]
-    ordered = [
-        Group(group.number, sorted(group.rows, key=lambda row: _rank(_number(row, column)), reverse=not reverse))
-        for group in groups
-    ]
-    return sorted(ordered, key=lambda group: _rank(group.mean(column)), reverse=not reverse)
+    ordered = [group.sorted(column, reverse=not reverse) for group in groups]
+    return sorted(ordered, key=lambda group: rank(group.mean(column)), reverse=not reverse)
 
 
-def page(path: Path, groups: Sequence[Group], shown: Sequence[Group], chars: int) -> Iterator[str]:
+def tokens_of(path: Path, groups: Sequence[Group], name: str | None) -> dict[int, RowTokens]:
+    """The tokens of a group's responses by the line of the dump. ValueError if there are none."""
+    if name is None:
+        raise ValueError("--tokens shows the tokens of one group; add --group K")
+    return {line: token_file.read(token_file.token_path(path), line) for group in groups for line in group.lines}
+
+
+def page(
+    path: Path,
+    groups: Sequence[Group],
+    shown: Sequence[Group],
+    chars: int,
+    tokens: Mapping[int, RowTokens] | None = None,
+) -> Iterator[str]:
+    """tokens: by the line of the dump."""
     rows = [row for group in groups for row in group.rows]
-    scores = [_number(row, "score") for row in rows]
+    scores = [number_in(row, "score") for row in rows]
     equal = sum(len({row.get("score") for row in group.rows}) == 1 for group in groups if len(group.rows) > 1)
     parts = [f"step {rows[0].get('step')}: {len(groups)} prompts, {len(rows)} responses"]
     parts += [f"score {format_number(fmean(scores))} ({format_number(min(scores))} to {format_number(max(scores))})"]
@@ -172,7 +112,7 @@ def page(path: Path, groups: Sequence[Group], shown: Sequence[Group], chars: int
     extras = _extras(rows)
     for group in shown:
         yield ""
-        yield from _group_lines(group, len(groups), chars, extras)
+        yield from _group_lines(group, len(groups), chars, extras, tokens or {})
     if len(shown) < len(groups):
         yield ""
         yield f"{len(shown)} of {len(groups)} groups; --show 0 shows all, --group K one of them in full"
@@ -188,23 +128,49 @@ def _is_zero_count(value: Any) -> bool:
     return type(value) is int and value == 0
 
 
-def _group_lines(group: Group, num_groups: int, chars: int, extras: Sequence[str]) -> Iterator[str]:
+def _group_lines(
+    group: Group, num_groups: int, chars: int, extras: Sequence[str], tokens: Mapping[int, RowTokens]
+) -> Iterator[str]:
     first = group.rows[0]
     index = f" | row {first['index']} of the data" if first.get("index") is not None else ""
-    yield f"group {group.number} of {num_groups}{index} | score {format_number(group.mean('score'))}"
+    source = f" | {one_line(first['data_source'], 60)}" if first.get("data_source") else ""
+    yield f"group {group.number} of {num_groups}{index}{source} | score {format_number(group.mean('score'))}"
     yield from _indented(first["input"], chars, "  ")
     if first.get("gts") not in (None, ""):
         yield f"  expected: {one_line(first['gts'], chars or 10**9)}"
-    for number, row in enumerate(group.rows, start=1):
-        parts = [f"  [{number}] score {format_number(_number(row, 'score'))}"]
+    for number, (row, line) in enumerate(zip(group.rows, group.lines), start=1):
+        parts = [f"  [{number}] score {format_number(number_in(row, 'score'))}"]
         if row.get("advantage") is not None:
-            parts.append(f"advantage {_number(row, 'advantage'):+.3g}")
+            parts.append(f"advantage {number_in(row, 'advantage'):+.3g}")
         parts += [f"{row['length']} tokens"] if row.get("length") is not None else []
         parts += {"length": ["cut at the maximum length"], "stop": ["stopped"]}.get(str(row.get("finish_reason")), [])
         parts += ["scoring failed"] if row.get("reward_failed") else []
         parts += [f"{name} {_short(row[name])}" for name in extras if row.get(name) is not None]
         yield " | ".join(parts)
         yield from _answer_lines(row, chars, "      ")
+        if line in tokens:
+            yield from _token_lines(tokens[line], "      ")
+
+
+def _token_lines(tokens: RowTokens, indent: str) -> Iterator[str]:
+    """A table with a line per token, and why columns are missing."""
+    numbers = tokens.shown()
+    names = [name for name in TOKEN_COLUMNS if name in numbers]
+    yield indent + "".join(f"{TOKEN_COLUMNS[name]:>11}" for name in names) + "  version  trained  token"
+    for place, piece in enumerate(tokens.pieces):
+        values = (numbers[name][place] for name in names)
+        cells = "".join(f"{'-' if value != value else f'{value:.4g}':>11}" for value in values)
+        version = str(tokens.policy_versions[place]) if tokens.is_sampled[place] else "-"
+        trained = "yes" if tokens.mask[place] else "no"
+        yield f"{indent}{cells}{version:>9}{trained:>9}  {printable(_token_text(piece))}"
+    for name, reason in tokens.missing().items():
+        yield f"{indent}no {TOKEN_COLUMNS[name]}: {reason}"
+
+
+def _token_text(piece: bytes) -> str:
+    """The piece as a quoted text; bytes that are a part of a character as \\xe4."""
+    text = piece.decode("utf-8", "backslashreplace")
+    return '"' + text.replace("\r", "\\r").replace("\n", "\\n").replace("\t", "\\t") + '"'
 
 
 def _short(value: Any) -> str:
@@ -237,15 +203,6 @@ def _indented(text: str, chars: int, indent: str) -> Iterator[str]:
         yield indent + printable(line)
 
 
-def _number(row: Row, column: str) -> float:
-    value = row.get(column)
-    return float(value) if isinstance(value, (int, float)) else float("nan")
-
-
-def _rank(value: float) -> float:
-    return float("-inf") if value != value else value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep rollouts",
@@ -256,6 +213,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--step", type=int, metavar="N", help="the step; default: the last one")
     parser.add_argument("--validation", action="store_true", help="show a validation instead of training samples")
     parser.add_argument("--group", metavar="K", help="only this group (its number or uid), in full")
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="with --group: each token with its numbers, if trainer.rollout_token_data was set",
+    )
     parser.add_argument("--sort", choices=("reward", "length"), help="sort groups and responses, highest first")
     parser.add_argument("--reverse", action="store_true", help="lowest first")
     parser.add_argument("--show", type=int, metavar="N", help=f"number of groups, 0 for all; default: {GROUPS}")

@@ -24,6 +24,8 @@ LAST_STEPS = 5
 """How many steps are shown by default."""
 
 PAGE = Path(__file__).with_name("timeline.html")
+CHART = Path(__file__).parent / "dashboard" / "static" / "timeline_chart.js"
+"""The script that draws, shared with the dashboard."""
 
 Steps = dict[int, list[Span]]
 """Step to its spans, by begin; of two that begin together the outer comes first."""
@@ -51,23 +53,32 @@ def read_steps(run: Path) -> Steps:
     file = run / TIMELINE_FILE if run.is_dir() else run
     steps: Steps = {}
     for line in read_metrics(file):
-        for name, role, rank, offset, duration in line["spans"]:
-            begin = line["begin_us"] + offset
-            steps.setdefault(line["step"], []).append(Span(name, role, rank, begin, begin + duration))
+        steps.setdefault(line["step"], []).extend(spans_in(line))
     if not steps:
         raise ValueError(f"{run}: no {TIMELINE_FILE} with a complete step; is it the folder of a run?")
-    return {step: sorted(spans, key=lambda s: (s.begin_us, -s.end_us)) for step, spans in sorted(steps.items())}
+    return {step: by_begin(spans) for step, spans in sorted(steps.items())}
 
 
-def parse_steps(text: str) -> set[int]:
-    """The steps of `3`, `3-5` or `1,3-5`."""
-    chosen: set[int] = set()
+def spans_in(line: dict[str, Any]) -> list[Span]:
+    begin = line["begin_us"]
+    return [
+        Span(name, role, rank, begin + offset, begin + offset + duration)
+        for name, role, rank, offset, duration in line["spans"]
+    ]
+
+
+def by_begin(spans: Iterable[Span]) -> list[Span]:
+    return sorted(spans, key=lambda span: (span.begin_us, -span.end_us))
+
+
+def parse_numbers(text: str, name: str) -> list[range]:
+    """The ranges of `3`, `3-5` or `1,3-5`. name: what has this value, for the message."""
+    ranges = []
     for part in text.split(","):
-        if not (match := re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)):
-            raise ValueError(f"--steps {text}: expected steps such as 3, 3-5 or 1,3-5")
-        first, last = int(match[1]), int(match[2] or match[1])
-        chosen.update(range(first, last + 1))
-    return chosen
+        if not (match := re.fullmatch(r"\s*(\d{1,15})(?:-(\d{1,15}))?\s*", part)):
+            raise ValueError(f"{name} {text}: expected numbers such as 3, 3-5 or 1,3-5")
+        ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return ranges
 
 
 def tracks_of(steps: Steps) -> list[Track]:
@@ -98,31 +109,35 @@ def chrome_trace(steps: Steps) -> dict[str, Any]:
 
 def page(title: str, steps: Steps) -> str:
     """The HTML page, with its data as JSON in it."""
+    data = {"title": title} | drawing(steps)
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no tag can end the script
+    script = CHART.read_text(encoding="utf-8")
+    return PAGE.read_text(encoding="utf-8").replace("TIMELINE_CHART", script).replace("TIMELINE_DATA", text)
+
+
+def drawing(steps: Steps) -> dict[str, Any]:
+    """The tracks, and the spans as [step, name, number of the track, lane, begin, end], in microseconds since the first begin."""
     begin = min(span.begin_us for spans in steps.values() for span in spans)
-    tracks = tracks_of(steps)
-    lanes = {track: _lanes(track, steps) for track in tracks}
-    data = {
-        "title": title,
-        "tracks": [{"role": role, "rank": rank, "lanes": 1 + max(lanes[role, rank])} for role, rank in tracks],
+    spans: dict[Track, list[tuple[int, Span]]] = {track: [] for track in tracks_of(steps)}
+    for step, found in steps.items():
+        for span in found:
+            spans[span.role, span.rank].append((step, span))
+    lanes = {track: _lanes([span for _, span in own]) for track, own in spans.items()}
+    return {
+        "tracks": [{"role": role, "rank": rank, "lanes": 1 + max(lanes[role, rank])} for role, rank in spans],
         "spans": [
             [step, span.name, number, lane, span.begin_us - begin, span.end_us - begin]
-            for number, track in enumerate(tracks)
-            for (step, span), lane in zip(_spans_of(track, steps), lanes[track])
+            for number, (track, own) in enumerate(spans.items())
+            for (step, span), lane in zip(own, lanes[track])
         ],
     }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no tag can end the script
-    return PAGE.read_text(encoding="utf-8").replace("TIMELINE_DATA", text)
 
 
-def _spans_of(track: Track, steps: Steps) -> list[tuple[int, Span]]:
-    return [(step, span) for step, spans in steps.items() for span in spans if (span.role, span.rank) == track]
-
-
-def _lanes(track: Track, steps: Steps) -> list[int]:
-    """How many spans of the track are open at each span's begin."""
+def _lanes(spans: Sequence[Span]) -> list[int]:
+    """How many spans of a track are open at each span's begin."""
     lanes = []
     ends = list[int]()
-    for _, span in _spans_of(track, steps):
+    for span in spans:
         while ends and ends[-1] <= span.begin_us:
             ends.pop()
         lanes.append(len(ends))
@@ -160,8 +175,8 @@ def main(argv: Sequence[str]) -> int:
 def _chosen(steps: Steps, text: str | None) -> Steps:
     if text is None:
         return dict(list(steps.items())[-LAST_STEPS:])
-    asked = parse_steps(text)
-    chosen = {step: spans for step, spans in steps.items() if step in asked}
+    asked = parse_numbers(text, "--steps")
+    chosen = {step: spans for step, spans in steps.items() if any(step in numbers for numbers in asked)}
     if not chosen:
         raise ValueError(f"--steps {text}: the run has {_in_words(steps)}")
     return chosen

@@ -4,17 +4,22 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 
-def start_module(module: str, *arguments: int, **options: Any) -> "subprocess.Popen[bytes]":
+def start_module(
+    module: str, *arguments: object, variables: Mapping[str, str] | None = None, **options: Any
+) -> "subprocess.Popen[bytes]":
     """Run `python -m module arguments` with the import paths of this process; Ctrl-C in the terminal does not reach it.
 
-    options: of `subprocess.Popen`.
+    variables: further environment variables.
+    options:   of `subprocess.Popen`.
     """
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+        env=os.environ | {"PYTHONPATH": paths} | dict(variables or {}),
         start_new_session=True,
         **options,
     )

@@ -19,10 +19,10 @@ _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp|\.writable-[a-z0-9_]{8}")
 
 
 @contextmanager
-def atomic_writer(path: Path | str) -> Iterator[BinaryIO]:
+def atomic_writer(path: Path | str, sync: bool = True) -> Iterator[BinaryIO]:
     """A binary file that replaces `path` when the block ends; removed if the block raises.
 
-    Readers see the old content or the new, never a part; after the block the new content survives a power failure.
+    Readers see the old content or the new, never a part; with `sync` the new content survives a power failure after the block.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
@@ -30,16 +30,18 @@ def atomic_writer(path: Path | str) -> Iterator[BinaryIO]:
         with open(temporary, "xb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_path(path.parent)
+    if sync:
+        fsync_path(path.parent)
 
 
-def atomic_write_bytes(path: Path | str, data: bytes) -> None:
-    with atomic_writer(path) as file:
+def atomic_write_bytes(path: Path | str, data: bytes, sync: bool = True) -> None:
+    with atomic_writer(path, sync) as file:
         file.write(data)
 
 

@@ -70,9 +70,14 @@ def count(done: int, total: int, unit: str = "", call_began: float | None = None
         current.done, current.total, current.unit, current.call_began = done, total, unit, call_began
 
 
+def current() -> list[list[Phase]]:
+    """The phases of each thread that has any, outermost first."""
+    return [phases for own in list(_threads.values()) if (phases := list(own))]
+
+
 def describe() -> tuple[str, float]:
     """All phases in one line, and the seconds since the first began; empty and 0 if there is none."""
-    phases = [phase for own in list(_threads.values()) for phase in list(own)]
+    phases = [phase for own in current() for phase in own]
     return ", ".join(map(str, phases)), time.monotonic() - phases[0].began if phases else 0.0
 
 
@@ -102,7 +107,7 @@ class ProgressLog:
         logged = None
         logged_at = 0.0
         while not self._ended.wait(min(1.0, self._interval_s / 4)):
-            outermost = next((own[0] for own in list(_threads.values()) if own), None)
+            outermost = next((own[0] for own in current()), None)
             if outermost is None or _num_displays:
                 continue
             now = time.monotonic()

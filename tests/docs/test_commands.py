@@ -51,6 +51,8 @@ PAGES = [
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "recipes"),
 ]
 """Those of docs/recipes are run by tests/examples/test_recipes.py."""
+RUN_HERE = [page for page in PAGES if page.parent.name != "tutorials"]
+"""Tutorials are run from top to bottom (test_tutorials.py)."""
 SMALL = [
     "data.train_batch_size=4",
     "data.max_prompt_length=40",
@@ -66,7 +68,7 @@ ONE_PROMPT = ["data.train_batch_size=1", "actor_rollout_ref.actor.ppo_mini_batch
 
 def blocks(language: str) -> list[tuple[str, str]]:
     found = []
-    for page in PAGES:
+    for page in RUN_HERE:
         for block in re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.S):
             found.append((page.name, block.replace("\\\n", " ")))
     return found

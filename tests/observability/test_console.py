@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lockstep.observability.console import ConsoleTracker, LogHandler, StepTimes
+from lockstep.observability.console import ConsoleTracker, LogHandler
 from lockstep.observability.step_line import format_number, format_seconds, one_line, sparkline, step_parts
+from lockstep.observability.step_times import StepTimes
 from lockstep.observability.tracker import RunInfo
 from lockstep.utils.progress import count, phase
 

@@ -47,6 +47,13 @@ def test_groups_with_their_responses(run: Path, capsys: pytest.CaptureFixture[st
     assert "  [2] score 0.5 | advantage +0 | 3 tokens | stopped | pred x y" in lines
 
 
+def test_the_data_source_is_told_once_per_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row("a", 1.0, 3, data_source="openai/gsm8k")] * 2
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    text = shown(capsys, str(tmp_path))
+    assert "group 1 of 1 | row 7 of the data | openai/gsm8k | score 1" in text and text.count("gsm8k") == 1
+
+
 def test_sorting_and_choosing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, str(run), "--group", "1", "--sort", "reward")
     assert text.index("score 1 |") < text.index("score 0 |") and "question b" not in text

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep import cli
-from lockstep.observability.timeline import TimelineFile, chrome_trace, parse_steps, read_steps, tracks_of
+from lockstep.observability.timeline import TimelineFile, chrome_trace, parse_numbers, read_steps, tracks_of
 from lockstep.utils import spans
 from lockstep.utils.spans import Span, span, spanned, take_spans
 
@@ -120,7 +120,7 @@ def test_resumed_run_drops_later_steps_and_a_cut_line(run: Path) -> None:
     ("arguments", "message"),
     [
         (["--steps", "11-12"], "--steps 11-12: the run has steps 1 to 10"),
-        (["--steps", "last"], "--steps last: expected steps such as 3, 3-5 or 1,3-5"),
+        (["--steps", "last"], "--steps last: expected numbers such as 3, 3-5 or 1,3-5"),
         (["-o", "t.svg"], "--out t.svg: the file must end in .html or .json"),
         (["-o", "/dev/null/t.html"], "--out /dev/null/t.html: File exists"),
     ],
@@ -136,8 +136,8 @@ def test_folder_without_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_steps_on_the_command_line() -> None:
-    assert parse_steps("3") == {3}
-    assert parse_steps("1, 3-5") == {1, 3, 4, 5}
+    assert parse_numbers("3", "--steps") == [range(3, 4)]
+    assert parse_numbers("1, 3-5", "--steps") == [range(1, 2), range(3, 6)]
 
 
 def test_spans_of_concurrent_tasks_keep_their_own_rank() -> None:

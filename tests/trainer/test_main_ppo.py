@@ -96,7 +96,7 @@ def test_outputs_of_a_run_and_checkpoints_that_transformers_loads(overrides: lis
         [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         for name in ("rollouts/1.jsonl", "val/0.jsonl")
     )
-    details = {"uid", "index", "length", "finish_reason"}
+    details = {"uid", "data_source", "index", "length", "finish_reason"}
     assert len(rollouts) == 4
     assert {"input", "output", "gts", "score", "step", "advantage"} | details <= set(rollouts[0])
     assert details <= set(validation[0]) and "advantage" not in validation[0]

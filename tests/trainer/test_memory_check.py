@@ -14,13 +14,14 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.observability.run_folder import PLAN
 from lockstep.plan import estimate
 from lockstep.plan.hardware import DEVICES, Device, known_gpu
 from lockstep.trainer import fsdp_sft_trainer, main_dpo, main_rm
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.run import memory_check
 from lockstep.trainer.run.failures import explain
-from lockstep.trainer.run.memory_check import check_memory
+from lockstep.trainer.run.memory_check import check_memory, write_plan
 from tests.plan.test_plan import write_model
 
 TORCH_MESSAGE = (
@@ -92,6 +93,38 @@ def test_only_what_cannot_fit_is_refused(config_of: Any, use_gpu: Any, caplog: p
     all_at_once = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=80"
     check_memory(config_of("0.5b", all_at_once, "data.max_response_length=2048"))  # responses may be shorter
     assert caplog.records[-1].levelname == "WARNING" and "does not fit on RTX4090" in caplog.messages[-1]
+
+
+def test_the_plan_is_written_for_pages_about_the_run(config_of: Any, use_gpu: Any, tmp_path: Path) -> None:
+    use_gpu(DEVICES["H200"])
+    config = config_of("0.5b")
+    write_plan(config, tmp_path)
+    written = json.loads((tmp_path / PLAN).read_text())
+    plan = memory_check.planned(config)
+    assert plan is not None and (written["gpu"], written["gpu_memory_gb"]) == ("H200", DEVICES["H200"].memory / 1e9)
+    assert written["memory_gb"] == {phase.name: pytest.approx(phase.peak / 1e9, abs=1e-3) for phase in plan.phases}
+    assert written["seconds"] == {name: pytest.approx(seconds, abs=1e-3) for name, seconds in plan.times.items()}
+    assert written["step_seconds"] == pytest.approx(plan.step_s, abs=1e-3)
+
+
+def test_a_plan_without_times_or_gpu(config_of: Any, use_gpu: Any, tmp_path: Path) -> None:
+    use_gpu(known_gpu("a new GPU", 24e9))
+    write_plan(config_of("0.5b"), tmp_path)
+    written = json.loads((tmp_path / PLAN).read_text())
+    assert written["seconds"] == {} and written["step_seconds"] is None and written["memory_gb"]["generate"] > 0
+    write_plan(config_of("0.5b", "trainer.device=cpu"), tmp_path)
+    assert json.loads((tmp_path / PLAN).read_text())["gpu"] == "cpu"
+    use_gpu(None)
+    write_plan(config_of("0.5b"), tmp_path)  # the plan of an earlier start is not this one's
+    assert not (tmp_path / PLAN).exists()
+
+
+def test_a_plan_that_cannot_be_written_does_not_stop_the_run(
+    config_of: Any, use_gpu: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    use_gpu(DEVICES["H200"])
+    write_plan(config_of("0.5b"), tmp_path / "deleted")
+    assert "cannot be written (No such file or directory); the run goes on without it" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("cls", [SFTConfig, RMConfig, DPOConfig])

@@ -64,6 +64,18 @@ def test_data_metrics_by_hand(mask_type: torch.dtype) -> None:
     assert {name: metrics[name] for name in want} == pytest.approx(want, abs=1e-5)
 
 
+def test_groups_of_equal_scores() -> None:
+    batch = make_batch()  # scores 1, 3, 0
+    name = "critic/score/zero_variance_groups"
+    assert name not in compute_data_metrics(batch)  # uid is not known
+    for uids, share in ((["a", "b", "b"], 0.0), (["a", "a", "a"], 0.0), (["a", "b", "c"], None)):
+        batch.non_tensor_batch["uid"] = np.array(uids, dtype=object)
+        assert compute_data_metrics(batch).get(name) == share
+    six = DataProto.concat([batch, batch])
+    six.non_tensor_batch["uid"] = np.array(["a", "b", "c", "a", "c", "b"], dtype=object)  # 1 1, 3 0, 0 3
+    assert compute_data_metrics(six)[name] == pytest.approx(1 / 3)
+
+
 def test_data_metrics_without_critic_or_any_response() -> None:
     data = make_batch()
     assert data.batch is not None

@@ -10,6 +10,8 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import DPOConfig
 from lockstep.config.sft import SFTConfig, SupervisedConfig
+from lockstep.observability.run_folder import PLAN
+from lockstep.observability.status_file import read_status
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.utils.state_file import load_state
 from tests.metrics import metrics_of
@@ -105,3 +107,31 @@ def test_the_number_of_steps(tmp_path: Path) -> None:
     assert steps() == 12
     assert steps("trainer.total_training_steps=5") == 5
     assert steps("trainer.total_training_steps=50") == 12
+
+
+def test_the_status_says_how_a_run_ended(tmp_path: Path) -> None:
+    for name, end, state, reason in (
+        ("done", lambda run: run.done(3), "finished", None),
+        ("stopped", lambda run: run.stopped(2, "the user"), "stopped", "stopped by the user after step 2"),
+    ):
+        with run_of(tmp_path / name) as run:
+            run.claim()
+            run.open(0, 3, {})
+            run.log({"timing_s/step": 1.0}, 2)
+            end(run)
+        status = read_status(tmp_path / name)
+        assert status is not None and (status["state"], status["reason"], status["step"]) == (state, reason, 2)
+    with pytest.raises(OSError), run_of(tmp_path / "failed", SFTConfig) as run:
+        run.claim()
+        run.open(0, 3, {})
+        raise OSError(28, "No space left on device")
+    status = read_status(tmp_path / "failed")
+    assert status is not None and status["state"] == "failed"
+    assert status["reason"].startswith("No space left on device in trainer.default_local_dir=")
+
+
+def test_a_validation_leaves_the_status_of_the_training(tmp_path: Path) -> None:
+    with run_of(tmp_path, PPOConfig, "trainer.val_only=true") as run:
+        run.claim()
+        run.open(0, 3, {})
+    assert read_status(tmp_path) is None and not (tmp_path / PLAN).exists()

@@ -5,16 +5,23 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 from lockstep.observability.dashboard.metrics_store import MetricsStore
+from lockstep.observability.dashboard.rollout_store import RolloutStore
 from lockstep.observability.jsonl import METRICS_FILE
 from lockstep.observability.run_folder import CONFIG
 
 SCAN_INTERVAL_S = 2.0
+SCANNED_SHARE = 0.02
+"""Of the time: a folder that takes long to scan is scanned less often."""
 DEPTH = 4
 """How many folders below a path a run may be."""
 MOST_RUNS = 1000
+"""Of more runs those whose folders changed last."""
+MOST_FOLDERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,17 @@ class RunFolder:
     folder: Path
     metrics: MetricsStore = field(compare=False)
 
+    @cached_property
+    def rollouts(self) -> RolloutStore:
+        return RolloutStore(self.folder)
+
+    def written_ns(self, file: str) -> int:
+        """When a file of the folder was last written; 0 if there is none."""
+        try:
+            return (self.folder / file).stat().st_mtime_ns
+        except OSError:
+            return 0
+
 
 class Runs:
     """Finds runs, also ones that begin later. paths: runs, or folders of runs. Safe to use from several threads."""
@@ -33,14 +51,16 @@ class Runs:
         self.paths = [path.expanduser().resolve() for path in paths]
         self._lock = threading.Lock()
         self._found: dict[str, RunFolder] = {}
-        self._scanned = float("-inf")
+        self._next_scan = float("-inf")
 
     def all(self) -> list[RunFolder]:
         """By name. The folders are scanned again after `SCAN_INTERVAL_S`."""
         with self._lock:
-            if time.monotonic() - self._scanned > SCAN_INTERVAL_S:
-                self._found = {name: self._run(name, folder) for name, folder in self._scan()}
-                self._scanned = time.monotonic()
+            begin = time.monotonic()
+            if begin >= self._next_scan:
+                self._found = {name: self._run(name, folder) for name, folder in self._scan().items()}
+                end = time.monotonic()
+                self._next_scan = end + max(SCAN_INTERVAL_S, (end - begin) / SCANNED_SHARE)
             return [self._found[name] for name in sorted(self._found)]
 
     def get(self, name: str) -> RunFolder | None:
@@ -52,22 +72,30 @@ class Runs:
             return known
         return RunFolder(name, folder, MetricsStore(folder / METRICS_FILE))
 
-    def _scan(self) -> Iterator[tuple[str, Path]]:
-        several = len(self.paths) > 1
-        count = 0
+    def _scan(self) -> dict[str, Path]:
+        """Name to folder."""
+        found: dict[str, Path] = {}
         for path in self.paths:
-            for folder in run_folders(path, DEPTH):
+            for folder in islice(run_folders(path, DEPTH), MOST_FOLDERS):
                 inside = folder.relative_to(path).as_posix()
+                several = len(self.paths) > 1
                 name = path.name if inside == "." else f"{path.name}/{inside}" if several else inside
-                yield name, folder
-                count += 1
-                if count == MOST_RUNS:
-                    return
+                found[str(folder) if name in found else name] = folder
+        if len(found) > MOST_RUNS:
+            found = dict(sorted(found.items(), key=lambda item: _changed_at(item[1]))[-MOST_RUNS:])
+        return found
+
+
+def _changed_at(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:  # it was deleted
+        return 0.0
 
 
 def run_folders(path: Path, depth: int) -> Iterator[Path]:
     """The folder itself if it is a run's, else those of the runs below it."""
-    if (path / CONFIG).is_file() or (path / METRICS_FILE).is_file():
+    if any(os.path.isfile(path / name) for name in (CONFIG, METRICS_FILE)):  # False without access
         yield path
         return
     if depth == 0:

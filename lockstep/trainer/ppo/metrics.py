@@ -53,8 +53,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     of_tokens = {name: _floats(column)[_bools(mask)] for name, column in zip(names, columns)}
     returns = of_tokens["returns"]
 
+    score_B = _row_sums(tensors, "token_level_scores")
     metrics = {
-        **_mean_max_min("critic/score", _row_sums(tensors, "token_level_scores")[finished_B]),
+        **_mean_max_min("critic/score", score_B[finished_B]),
+        **_equal_groups(score_B, batch.non_tensor_batch.get("uid")),
         **_mean_max_min("critic/rewards", _row_sums(tensors, "token_level_rewards")[finished_B]),
         **_mean_max_min("critic/advantages", of_tokens["advantages"]),
         **_mean_max_min("critic/returns", returns),
@@ -73,6 +75,15 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         if key in batch.non_tensor_batch:
             metrics |= _mean_max_min(name, batch.non_tensor_batch[key].astype(np.float64))
     return metrics
+
+
+def _equal_groups(score_B: np.ndarray, uid_B: np.ndarray | None) -> dict[str, float]:
+    """Share of the groups (samples of one prompt) whose scores are all equal; none if no prompt has several samples."""
+    groups: dict[Any, list[float]] = {}
+    for uid, score in zip(() if uid_B is None else uid_B.tolist(), score_B.tolist()):
+        groups.setdefault(uid, []).append(score)
+    compared = [len(set(scores)) == 1 for scores in groups.values() if len(scores) > 1]
+    return {"critic/score/zero_variance_groups": sum(compared) / len(compared)} if compared else {}
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:

@@ -21,6 +21,7 @@ from lockstep.algorithms.kl import get_kl_controller
 from lockstep.algorithms.losses.policy import with_loss_settings
 from lockstep.algorithms.rollout_correction import use_rollout_log_probs
 from lockstep.config.batch_sizes import fitted_to_rows
+from lockstep.config.old_log_probs import OldLogProbs
 from lockstep.config.placement import need_critic, need_reference_policy
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.loader import create_train_loader
@@ -39,6 +40,7 @@ from lockstep.trainer.ppo.rollout_sources import create_source
 from lockstep.trainer.ppo.run_summary import log_summary
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.step_advantages import add_advantages, check_estimator
+from lockstep.trainer.ppo.token_dump import TokenDump
 from lockstep.trainer.ppo.validation import Responses, validate
 from lockstep.trainer.ppo.worker_calls import (
     Pass,
@@ -212,8 +214,14 @@ class PPOTrainer:
         metrics |= self._update(chosen, timing)
 
         if (folder := config.trainer.rollout_data_dir) is not None:
-            Responses.of([forks.conversations(batch)], self.tokenizer).dump(folder, self.global_steps)
+            self._dump(batch, folder, old_log_probs)
         return batch, metrics
+
+    def _dump(self, batch: DataProto, folder: str, old_log_probs: OldLogProbs) -> None:
+        """Write the step's responses and, if the config asks for them, their tokens."""
+        tokens = TokenDump.asked_for(self.config.trainer, self.tokenizer, old_log_probs)
+        Responses.of([forks.conversations(batch)], self.tokenizer, tokens).dump(folder, self.global_steps)
+        tokens.write(folder, self.global_steps)
 
     def _update(self, batch: DataProto, timing: dict[str, float]) -> dict[str, float]:
         """Update the critic and, after critic_warmup, the actor and the rollout's weights."""

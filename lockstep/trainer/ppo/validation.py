@@ -19,6 +19,7 @@ from lockstep.protocol.tokens import lengths_of, read, row_chunks, row_sums, tok
 from lockstep.trainer.ppo.agent_rollout import COUNT_COLUMNS
 from lockstep.trainer.ppo.metrics import CONVERSATION_COLUMNS, name_validation_metrics, process_validation_metrics
 from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, Sampling, extra_columns, fill_failed
+from lockstep.trainer.ppo.token_dump import TokenDump
 from lockstep.utils.decoding import decode_all
 
 
@@ -26,8 +27,8 @@ from lockstep.utils.decoding import decode_all
 class Responses:
     """One entry per response, in the order of generation.
 
-    details: index of the row in its data set, length in tokens, finish reason, messages after the prompt and counts of a
-             conversation, and in training the advantage (mean over the response's tokens).
+    details: index of the row in its data set, length in tokens, finish reason, messages after the prompt, rewards of turns and
+             tools and counts of a conversation, and in training the advantage (mean over the response's tokens).
     extra:   the reward function's other results.
     """
 
@@ -41,11 +42,15 @@ class Responses:
     extra: dict[str, list[Any]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, batches: Iterable[DataProto], tokenizer: PreTrainedTokenizerBase) -> "Responses":
-        """Those of scored batches."""
+    def of(
+        cls, batches: Iterable[DataProto], tokenizer: PreTrainedTokenizerBase, tokens: TokenDump | None = None
+    ) -> "Responses":
+        """Those of scored batches, whose tokens are added to `tokens`."""
         responses = cls()
         for batch in batches:
             responses.add(batch, lambda rows: decode_all(tokenizer, [row.tolist() for row in rows]))
+            if tokens is not None:
+                tokens.add(batch, responses.uids[-len(batch) :])
         return responses
 
     def add(self, batch: DataProto, decode: Callable[[list[Tensor]], list[str]]) -> None:
@@ -75,9 +80,10 @@ class Responses:
 
     @property
     def dumped_details(self) -> dict[str, list[Any]]:
-        """`uid` and the details, without counters that are 0 for all responses."""
+        """`uid`, `data_source` and the details, without counters that are 0 for all responses."""
         counters = COUNT_COLUMNS.values()
-        return {"uid": self.uids} | {n: v for n, v in self.details.items() if n not in counters or any(v)}
+        details = {name: values for name, values in self.details.items() if name not in counters or any(values)}
+        return {"uid": self.uids, "data_source": self.data_sources} | details
 
     @property
     def variables(self) -> dict[str, list[Any]]:
@@ -104,9 +110,11 @@ def validate(
     scored = (
         sampling.score(sampling.generate_for_validation(prompts, rows, step=step), limited) for rows, prompts in batches
     )
-    responses = Responses.of(scored, tokenizer)
+    tokens = TokenDump.asked_for(config.trainer, tokenizer)
+    responses = Responses.of(scored, tokenizer, tokens)
     if config.trainer.validation_data_dir is not None:
         responses.dump(config.trainer.validation_data_dir, step)
+        tokens.write(config.trainer.validation_data_dir, step)
     if (num_logged := config.trainer.log_val_generations) > 0:
         samples = list(zip(responses.inputs, responses.outputs, responses.scores))[:num_logged]
         tracking.log_table("val/generations", ["input", "output", "score"], samples, step)
@@ -138,6 +146,10 @@ def _details(batch: DataProto) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {name: list(columns[key]) for key, name in names.items() if key in columns}
     if any(len(messages) > 1 for messages in columns.get("messages", ())):
         found["messages"] = list(columns["messages"])
+    if any(map(any, columns.get("turn_rewards", ()))):
+        found["turn_rewards"] = list(columns["turn_rewards"])
+    if any(columns.get("reward_scores", ())):
+        found["reward_scores"] = list(columns["reward_scores"])
     found["length"] = lengths_of(tensors)[1].tolist()
     if "advantages" in tensors:
         found["advantage"] = []

@@ -5,14 +5,18 @@ import logging
 import math
 import os
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
+from lockstep.observability.run_folder import PLAN
 from lockstep.plan.advice import advice, summary
 from lockstep.plan.estimate import GB, Plan, plan_of
 from lockstep.plan.hardware import Device, find_device, known_gpu, this_gpu
 from lockstep.plan.token_budgets import C, describe_budgets, unset_keys, with_token_budgets
+from lockstep.utils.files import atomic_write_json
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +51,10 @@ def check_memory(config: PPOConfig | SupervisedConfig) -> None:
         logger.info("plan: %s", summary(plan))
 
 
-def planned(config: PPOConfig | SupervisedConfig) -> Plan | None:
-    """For this machine's GPU; None without one, or if the run cannot be planned, which is logged."""
-    device = None if config.trainer.device == "cpu" else this_gpu()
+def planned(config: PPOConfig | SupervisedConfig, device: Device | None = None) -> Plan | None:
+    """For this machine's GPU; None without one, or if the run cannot be planned, which is logged. device: overrides the GPU."""
+    if device is None:
+        device = None if config.trainer.device == "cpu" else this_gpu()
     if device is None:
         return None
     try:
@@ -59,6 +64,35 @@ def planned(config: PPOConfig | SupervisedConfig) -> Plan | None:
         # an estimate must not stop a run
         logger.info("memory is not planned: %s", error)
         return None
+
+
+def write_plan(config: PPOConfig | SupervisedConfig, folder: Path) -> None:
+    """Write the plan of a run that begins, if there is one, for pages that show what was measured beside it."""
+    if not config.trainer.check_memory:
+        return
+    plan = planned(config, find_device("cpu") if config.trainer.device == "cpu" else None)
+    try:
+        if plan is None:  # one of an earlier start is not this run's
+            (folder / PLAN).unlink(missing_ok=True)
+        else:
+            atomic_write_json(folder / PLAN, plan_as_json(plan))
+    except OSError as error:
+        logger.warning("%s cannot be written (%s); the run goes on without it", folder / PLAN, error.strerror)
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """`plan.json`; GB are 1e9 bytes. docs/run_folder.md has the meaning of each key."""
+    device = plan.job.device
+    memory: dict[str, float] = {}
+    for phase in plan.phases:
+        memory[phase.name] = max(memory.get(phase.name, 0.0), round(phase.peak / GB, 3))
+    return {
+        "gpu": device.name,
+        "gpu_memory_gb": round(device.memory / GB, 3),
+        "memory_gb": memory,
+        "seconds": {name: round(seconds, 3) for name, seconds in plan.times.items() if math.isfinite(seconds)},
+        "step_seconds": round(plan.step_s, 3) if math.isfinite(plan.step_s) else None,
+    }
 
 
 def with_chosen_sizes(config: C, device_type: str) -> C:

@@ -36,9 +36,9 @@ IDENTITY_OF_POLICY = ("actor_rollout_ref.model.path",)
 START_KEYS = (
     *("trainer.default_local_dir", "trainer.resume_mode", "trainer.resume_from_path"),
     *("trainer.default_hdfs_dir", "trainer.hdfs_wait_s"),
-    *("trainer.profile_steps", "global_profiler."),
+    *("trainer.profile_steps", "global_profiler.", "trainer.dashboard"),
 )
-"""Keys, or sections, that are about the start of a run or its profiles, not about its training."""
+"""Keys, or sections, that are about the start of a run, its profiles or its page, not about its training."""
 NO_EFFECT = {
     "trainer.seed": "random generators continue from the checkpoint",
     "critic.model.path": "the critic's weights come from the checkpoint",

@@ -17,10 +17,14 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import as_written
 from lockstep.config.sft import SupervisedConfig
 from lockstep.config.trainer import ResumeMode
+from lockstep.observability.dashboard.child import DashboardChild
 from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.observability.run_folder import CONFIG
+from lockstep.observability.status_file import StatusFile
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.run.failures import explain
+from lockstep.trainer.run.memory_check import write_plan
 from lockstep.trainer.run.remote_copies import RemoteCopies
 from lockstep.trainer.run.remote_store import RemoteStore, fetch_path, find_or_fetch, reach
 from lockstep.trainer.run.run_config import (
@@ -59,6 +63,7 @@ class TrainingRun(ExitStack):
         self._has_saved = False
         self.last_checkpoint: Path | None = None
         self.tracking: Any = None
+        self._status: StatusFile | None = None
         self.is_open = False
 
     @property
@@ -143,6 +148,12 @@ class TrainingRun(ExitStack):
             start_step=step if self.trains else None,
         )
         self.callback(self.tracking.finish)
+        if self.trains:
+            write_plan(self.config, self.folder)
+            self._status = self.enter_context(StatusFile(self.folder, step, num_steps))
+            self.push(self._note_failure)
+            if config.dashboard:
+                self.enter_context(DashboardChild(self.folder, config.dashboard_port))
         if (self.tracking.last_step or 0) < step:
             self.tracking.log(data=metrics, step=step)
         resumed = self.last_checkpoint
@@ -155,6 +166,13 @@ class TrainingRun(ExitStack):
         """Track the metrics of a step."""
         remote = self._copies.metrics() if self._copies is not None else {}
         self.tracking.log(data=metrics | remote, step=step)
+        if self._status is not None:
+            self._status.log(metrics, step)
+
+    def _note_failure(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Give `status.json` the line that the user gets."""
+        if self._status is not None and error is not None and (line := explain(error, self.config)) is not None:
+            self._status.ended("failed", line)
 
     def write_config(self, step: int, num_steps: int) -> None:
         """Save the config of a start at `step`."""
@@ -197,10 +215,14 @@ class TrainingRun(ExitStack):
 
     def done(self, step: int) -> int:
         """Returns the exit code, as `stopped` does."""
+        if self._status is not None:
+            self._status.ended("finished")
         logger.info("done: %d steps; output folder: %s", step, self.folder)
         return 0
 
     def stopped(self, step: int, by: str) -> int:
+        if self._status is not None:
+            self._status.ended("stopped", f"stopped by {by} after step {step}")
         logger.warning("stopped by %s after step %d; run the same command to resume", by, step)
         return 130
 

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import pytest
 pytest.importorskip("plotly", reason='needs plotly: pip install "lockstep-rl[dashboard]"')
 pytest.importorskip("uvicorn", reason='needs uvicorn: pip install "lockstep-rl[dashboard]"')
 
-import uvicorn
-
-from lockstep.observability.dashboard.app import DashboardApp
+from lockstep.observability.dashboard.app import DashboardApp, DashboardServer
 from lockstep.observability.dashboard.runs import Runs
 from lockstep.utils.local_http import bind
 
@@ -26,13 +23,19 @@ Serve = Callable[..., str]
 OpenPage = Callable[..., Any]
 
 
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Indexes that a dashboard makes are not left in the user's folder."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
 @contextmanager
-def _served(paths: tuple[Path, ...], token: str | None) -> Iterator[str]:
+def served(app: DashboardApp) -> Iterator[str]:
+    """The URL of a dashboard that is served in a thread."""
     listener = bind("127.0.0.1", 0)
-    app = DashboardApp(Runs(paths), token).app
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", lifespan="off", ws="none", timeout_graceful_shutdown=1)
-    )
+    server = DashboardServer(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not server.started and thread.is_alive():
@@ -40,7 +43,7 @@ def _served(paths: tuple[Path, ...], token: str | None) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join(10)
         listener.close()
 
@@ -49,7 +52,7 @@ def _served(paths: tuple[Path, ...], token: str | None) -> Iterator[str]:
 def serve() -> Iterator[Serve]:
     """Serve runs: `url = serve(folder, ...)`."""
     with ExitStack() as closing:
-        yield lambda *paths, token=None: closing.enter_context(_served(paths, token))
+        yield lambda *paths, token=None: closing.enter_context(served(DashboardApp(Runs(paths), token)))
 
 
 @pytest.fixture(scope="session")
@@ -67,14 +70,21 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[OpenPage]:
-    """`page = open_page(url, width=1200, dark=False)`; the test fails if a page logged an error."""
+    """`page = open_page(url, width=1200, dark=False)`; the test fails if a page logged an error.
+
+    refused: the browser may note answers that are errors, which the page shows.
+    """
     errors: list[str] = []
     with ExitStack() as closing:
 
-        def open_one(url: str, width: int = 1200, dark: bool = False) -> Any:
+        def open_one(url: str, width: int = 1200, dark: bool = False, refused: bool = False) -> Any:
+            def note(message: Any) -> None:
+                if message.type == "error" and not (refused and message.text.startswith("Failed to load resource")):
+                    errors.append(message.text)
+
             page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light")
             closing.callback(page.close)
-            page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
+            page.on("console", note)
             page.on("pageerror", lambda error: errors.append(str(error)))
             page.goto(url)
             return page

@@ -30,7 +30,9 @@ def test_runs_and_their_curves(serve: Serve, tmp_path: Path) -> None:
     make_run(tmp_path / "first", steps=5)
     make_run(tmp_path / "group" / "second", steps=3)
     url = serve(tmp_path)
-    assert [run["name"] for run in get(f"{url}/api/runs")] == ["first", "group/second"]
+    runs = get(f"{url}/api/runs")
+    assert [run["name"] for run in runs] == ["group/second", "first"]  # newest first
+    assert {run["state"] for run in runs} == {"unknown"} and runs[1]["reward"] == pytest.approx(0.9, abs=0.1)
     curve = get(f"{url}/api/curve?run=first&metric=critic/score/max")
     assert curve["step"] == [1, 2, 3, 4, 5] and curve["value"] == [1.0] * 5
 

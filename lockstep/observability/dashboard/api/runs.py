@@ -1,18 +1,31 @@
 """The list of runs."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lockstep.observability.dashboard.request import Api, ApiRequest
+from lockstep.observability.dashboard.health_view import run_state
+from lockstep.observability.dashboard.request import Api, ApiRequest, Recorded
+from lockstep.observability.dashboard.runs import RunFolder
+from lockstep.observability.jsonl import METRICS_FILE
+from lockstep.observability.run_folder import STATUS
 
 
 def list_runs(request: ApiRequest) -> list[dict[str, Any]]:
-    """Newest first."""
+    """Newest first: by when they last wrote."""
+    runs = request.runs.all()
+    written = {run.name: max(run.written_ns(METRICS_FILE), run.written_ns(STATUS)) for run in runs}
     rows = []
-    for run in request.runs.all():
+    for run in sorted(runs, key=lambda run: (-written[run.name], run.name)):
         step, metrics = run.metrics.last()
         reward = metrics.get("critic/score/mean")
-        rows.append({"name": run.name, "folder": str(run.folder), "step": step, "reward": reward})
+        rows.append(
+            {"name": run.name, "folder": str(run.folder), "state": run_state(run), "step": step, "reward": reward}
+        )
     return rows
+
+
+def recorded(runs: Sequence[RunFolder]) -> Iterator[Recorded]:
+    yield Recorded("/api/runs", {})
 
 
 ROUTES: dict[str, Api] = {"/api/runs": list_runs}

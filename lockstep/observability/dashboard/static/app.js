@@ -8,6 +8,7 @@
   const runs = document.getElementById("run");
   const live = document.getElementById("live");
   const listeners = new Set();
+  const statusListeners = new Set();
   let leave = null;
   let shown = 0; // counts calls of `show`: only the newest may change the page
 
@@ -20,10 +21,16 @@
     location.hash = `#/${panel}?${new URLSearchParams(params)}`;
   }
 
+  function runLabel(name, state) {
+    return state && state !== "unknown" ? `${name} (${state})` : name;
+  }
+
   async function listRuns() {
     const found = await api("/api/runs");
     const chosen = address().params.run;
-    runs.replaceChildren(...found.map((run) => el("option", { value: run.name, selected: run.name === chosen }, run.name)));
+    runs.replaceChildren(
+      ...found.map((run) => el("option", { value: run.name, selected: run.name === chosen }, runLabel(run.name, run.state))),
+    );
     return found;
   }
 
@@ -46,13 +53,17 @@
     const run = params.run || found[0].name;
     runs.value = run;
     tabs.replaceChildren(
-      ...Lockstep.panels.map((each) =>
-        el("a", { href: `#/${each.id}?${new URLSearchParams({ run })}`, "aria-current": each === panel ? "page" : null }, each.title),
-      ),
+      ...Lockstep.panels
+        .filter((each) => !each.within)
+        .map((each) => {
+          const isShown = each === panel || each.id === panel.within;
+          return el("a", { href: `#/${each.id}?${new URLSearchParams({ run })}`, "aria-current": isShown ? "page" : null }, each.title);
+        }),
     );
     if (leave) leave();
     leave = null;
     listeners.clear();
+    statusListeners.clear();
     const element = el("div", { class: "panel", id: panel.id });
     main.replaceChildren(element);
     const context = {
@@ -60,10 +71,15 @@
       runs: found,
       params,
       go: (to, more = {}) => go(to, { run, ...more }),
-      /** Change parameters of the address without building the panel again. */
-      set: (more) => history.replaceState(null, "", `#/${panel.id}?${new URLSearchParams({ ...address().params, ...more })}`),
+      /** Change parameters of the address without building the panel again; those that are undefined, null or "" are removed. */
+      set: (more) => {
+        const kept = Object.entries({ ...address().params, ...more }).filter(([, value]) => (value ?? "") !== "");
+        history.replaceState(null, "", `#/${panel.id}?${new URLSearchParams(kept)}`);
+      },
       /** Called with {run, step} when a run has changed. */
       onChange: (listener) => listeners.add(listener),
+      /** Called with {run, state} when a run has written a new status.json: about once per second. */
+      onStatus: (listener) => statusListeners.add(listener),
     };
     try {
       const end = (await panel.show(element, context)) || null;
@@ -84,8 +100,16 @@
       for (const listener of listeners) listener(change);
       if (![...runs.options].some((option) => option.value === change.run)) show();
     };
+    events.addEventListener("status", (event) => {
+      const change = JSON.parse(event.data);
+      const option = [...runs.options].find((each) => each.value === change.run);
+      if (option) option.textContent = runLabel(change.run, change.state);
+      for (const listener of statusListeners) listener(change);
+    });
   }
 
+  // The token is in a cookie now: it need not stay in the address and the history.
+  if (new URLSearchParams(location.search).has("token")) history.replaceState(null, "", location.pathname + location.hash);
   runs.addEventListener("change", () => go(address().panel || Lockstep.panels[0].id, { run: runs.value }));
   window.addEventListener("hashchange", show);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", show);

@@ -3,7 +3,8 @@
 
 const Lockstep = {
   panels: [],
-  /** panel: {id, title, show(element, context)}; `show` may return a function that is called when the panel is left. */
+  /** panel: {id, title, show(element, context)}; `show` may return a function that is called when the panel is left.
+   *  within: the panel that it is opened from, if it has no tab of its own. */
   panel(panel) {
     this.panels.push(panel);
   },
@@ -45,6 +46,11 @@ const Lockstep = {
     return this.el("p", { class: "problem", role: "alert" }, String(error.message || error));
   },
 
+  /** Our own words, with `code` in backticks. */
+  prose(text) {
+    return text.split("`").map((part, index) => (index % 2 ? this.el("code", {}, part) : part));
+  },
+
   number(value, digits = 4) {
     if (value === null || value === undefined) return "–";
     if (Number.isInteger(value)) return value.toLocaleString("en");
@@ -56,6 +62,13 @@ const Lockstep = {
     if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
     if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
     return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+  },
+
+  /** Text of a run with everything visible that would hide or reorder what is beside it: control and format characters, bidirectional marks. */
+  visible(text) {
+    return text.replace(/[^\P{C}\n\t\u200c\u200d]|[\u2028\u2029]/gu, (char) => {
+      return `⟨U+${char.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
+    });
   },
 
   /** Text for plotly, which reads a few tags: none of ours are meant. */

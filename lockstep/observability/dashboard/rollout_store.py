@@ -1,0 +1,124 @@
+"""The dumps of one run: which steps have one, and their tables, kept while the files do not change."""
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, get_args
+
+from lockstep.observability.dashboard.prompt_index import PromptIndex
+from lockstep.observability.rollout_files import DumpFolder, NoDumps, dump_folders, dumps_in, merged, no_dumps
+from lockstep.observability.rollout_table import StepTable, read_table, stamp_of
+from lockstep.observability.run_folder import starts
+
+Kind = Literal["train", "validation"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+KEPT_ROWS = 400_000
+KEPT_TABLES = 64
+"""How much of the tables is kept in memory: about 0.3 kB per row."""
+SETTLED_NS = 2 * 10**9
+"""A folder that changed less than this ago may change again with the same mtime."""
+
+
+@dataclass
+class _Listing:
+    """Step -> dump of one kind, sorted. stamps: what it was made from."""
+
+    stamps: object = None
+    folders: list[DumpFolder] = field(default_factory=list)
+    missing: str | None = None
+    folder_stamps: object = None
+    files: dict[int, Path] = field(default_factory=dict)
+
+
+class RolloutStore:
+    """Safe to use from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()
+        self._listings: dict[Kind, _Listing] = {kind: _Listing() for kind in KINDS}
+        self._tables: OrderedDict[Path, StepTable] = OrderedDict()
+
+    @cached_property
+    def index(self) -> PromptIndex:
+        return PromptIndex(self.folder)
+
+    def files(self, kind: Kind) -> Mapping[int, Path]:
+        """Step -> dump, first step first; empty if there are none. Raises ValueError if the run's config cannot be read."""
+        with self._lock:
+            return self._listing(kind).files
+
+    def why_none(self, kind: Kind) -> str | None:
+        """In words, what to set; None if there are dumps."""
+        try:
+            with self._lock:
+                listing = self._listing(kind)
+        except (ValueError, OSError) as error:
+            return str(error)
+        if listing.files:
+            return None
+        reason = no_dumps(self.folder, kind == "validation", listing.missing)
+        if isinstance(reason, NoDumps):
+            return (
+                f"This run wrote no {'validations' if kind == 'validation' else 'training samples'}: {reason.remedy}."
+            )
+        return str(reason)
+
+    def table(self, kind: Kind, step: int | None = None) -> tuple[int, StepTable]:
+        """The table of a step, or of the newest one."""
+        files = self.files(kind)
+        if not files:
+            raise ValueError(self.why_none(kind) or "the dumps were deleted")
+        chosen = next(reversed(files)) if step is None else step
+        if chosen not in files:
+            raise ValueError(f"step {chosen} has no dump: there are {len(files):,}, from {min(files)} to {max(files)}")
+        return chosen, self._table(files[chosen])
+
+    def _table(self, path: Path) -> StepTable:
+        with self._reading:
+            known = self._tables.pop(path, None)
+            if known is None or known.stamp != stamp_of(os.stat(path)):
+                known = read_table(path)
+            self._tables[path] = known
+            rows = sum(len(table.rows) for table in self._tables.values())
+            while len(self._tables) > 1 and (len(self._tables) > KEPT_TABLES or rows > KEPT_ROWS):
+                _, oldest = self._tables.popitem(last=False)
+                rows -= len(oldest.rows)
+            return known
+
+    def _listing(self, kind: Kind) -> _Listing:
+        listing = self._listings[kind]
+        stamps = [(config, _mtime(config)) for _, config in starts(self.folder)]
+        if listing.stamps != stamps or listing.missing:  # a folder that is missing may be made later
+            listing = _Listing(stamps, *dump_folders(self.folder, kind == "validation"))
+        folder_stamps = [(folder, _mtime(folder.path)) for folder in listing.folders]
+        if listing.folder_stamps != folder_stamps:
+            files = merged((folder, dumps_in(folder.path)) for folder in listing.folders)
+            listing.files = dict(sorted(files.items()))
+            newest = max((stamp or 0 for _, stamp in folder_stamps), default=0)
+            listing.folder_stamps = folder_stamps if time.time_ns() - newest > SETTLED_NS else None
+        self._listings[kind] = listing
+        return listing
+
+
+def zero_variance_share(store: RolloutStore, step: int | None = None) -> float | None:
+    """Share of a training step's groups whose responses all have the same score; None if there are no groups to tell it from."""
+    try:
+        groups = [group for group in store.table("train", step)[1].groups if len(group.rows) > 1]
+    except (ValueError, OSError):
+        return None
+    return sum(group.has_equal_scores for group in groups) / len(groups) if groups else None
+
+
+def _mtime(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return None

@@ -1,0 +1,17 @@
+"""What is wrong with a run, in words: rules on its metrics, status, plan and settings. No rule knows of a web page.
+
+    RunView ─► rules (learning.py, samples.py, process.py) ─► Finding: severity, sentence with numbers, evidence, what to try, page
+
+A rule is silent unless its numbers are clear: false alarms are worse than silence. docs/dashboard.md lists the rules.
+"""
+
+from lockstep.observability.health import learning, process, samples
+from lockstep.observability.health.run_view import SEVERITIES, Finding, RunView
+
+RULES = (*process.RULES, *samples.RULES, *learning.RULES)
+
+
+def findings(run: RunView) -> list[Finding]:
+    """The worst first."""
+    found = [finding for rule in RULES if (finding := rule(run)) is not None]
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))

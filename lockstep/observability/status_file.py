@@ -1,0 +1,152 @@
+"""`status.json` in a run's folder: what the run is doing now, written by a thread of its controller. Format: docs/run_folder.md.
+
+    phases of utils/progress.py ─┐
+    steps that are logged       ─┼─► StatusFile ─► status.json ─► read_status
+    how the run ended           ─┘
+
+The file is replaced at most once per second, if something has changed, and at least every `HEARTBEAT_S` while the run lives. What
+goes wrong here (a full disk, a deleted folder) is logged once and never reaches the run.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from lockstep.observability.run_folder import STATUS
+from lockstep.observability.step_times import StepTimes
+from lockstep.observability.tracker import Metrics
+from lockstep.utils.files import atomic_write_bytes
+from lockstep.utils.progress import current
+from lockstep.utils.untrusted import JSON_ERRORS
+
+logger = logging.getLogger(__name__)
+
+State = Literal["running", "finished", "stopped", "failed"]
+INTERVAL_S = 1.0
+HEARTBEAT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
+"""How long the end of a run waits for its last status, if the disk does not answer."""
+MOST_BYTES = 1_000_000
+"""A larger status.json was not written by us."""
+REASON_CHARS = 2000
+
+
+class StatusFile:
+    """Context manager around a run: `running` inside, and at the end what `ended` has said, or the exception that passes through.
+
+    step: the last one that was logged. total_steps: of the whole run.
+    """
+
+    def __init__(self, folder: Path, step: int, total_steps: int) -> None:
+        self._path = folder / STATUS
+        self._head = {"pid": os.getpid(), "host": socket.gethostname(), "started": round(time.time(), 3)}
+        self._step, self._total_steps = step, total_steps
+        self._step_times = StepTimes()
+        self._left_s: float | None = None
+        self._logged_at = time.monotonic()
+        self._state: State = "running"
+        self._reason: str | None = None
+        self._has_failed = False
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """A step is complete."""
+        if "timing_s/step" in metrics:  # not that of a validation before training
+            self._left_s = self._step_times.seconds_left(metrics, step, self._total_steps)
+            self._logged_at = time.monotonic()
+        self._step = step
+
+    def ended(self, state: State, reason: str | None = None) -> None:
+        self._state = state
+        self._reason = None if reason is None else " ".join(reason.split())[:REASON_CHARS]
+
+    def __enter__(self) -> "StatusFile":
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # no more threads
+            logger.warning("%s is not written: %s", self._path, error)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self.ended("stopped", "stopped by the user, without a checkpoint of the step")
+        elif error is not None and self._state != "failed":
+            self.ended("failed", f"{type(error).__name__}: {error}")
+        elif self._state == "running":
+            self.ended("finished")
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        written: dict[str, Any] = {}
+        written_at = float("-inf")
+        while not self._is_over.wait(INTERVAL_S if written else 0.0):
+            status = self._status()
+            now = time.monotonic()
+            if status != written or now - written_at >= HEARTBEAT_S:
+                self._write(status)
+                written, written_at = status, now
+        self._write(self._status())
+
+    def _status(self) -> dict[str, Any]:
+        """All but what changes with the clock."""
+        offset = time.time() - time.monotonic()
+        is_running = self._state == "running"
+        phases = [
+            [
+                {
+                    "name": phase.name,
+                    "began": round(phase.began + offset, 1),
+                    "done": phase.done,
+                    "total": phase.total,
+                    "unit": phase.unit,
+                }
+                for phase in own
+            ]
+            for own in (current() if is_running else ())
+        ]
+        return self._head | {
+            "state": self._state,
+            "reason": self._reason,
+            "step": self._step,
+            "total_steps": self._total_steps,
+            "phases": phases,
+            "step_seconds": [round(seconds, 3) for seconds in self._step_times.durations],
+        }
+
+    def _write(self, status: dict[str, Any]) -> None:
+        left = self._left_s if status["state"] == "running" else None
+        if left is not None:
+            left = round(max(0.0, left - (time.monotonic() - self._logged_at)), 1)
+        text = json.dumps(status | {"time": round(time.time(), 3), "seconds_left": left}, ensure_ascii=True)
+        try:
+            atomic_write_bytes(self._path, text.encode() + b"\n", sync=False)
+        except OSError as error:
+            if not self._has_failed:
+                logger.warning("%s cannot be written (%s); the run goes on without it", self._path, error.strerror)
+            self._has_failed = True
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    """The status of a run; None if it has none, or none that can be read."""
+    return read_json(folder / STATUS)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A small JSON object of a run's folder; None if there is none that can be read."""
+    try:
+        with open(path, "rb") as file:
+            content = json.loads(file.read(MOST_BYTES))
+    except (OSError, *JSON_ERRORS):
+        return None
+    return content if isinstance(content, dict) else None
