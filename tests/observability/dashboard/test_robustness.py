@@ -333,6 +333,7 @@ def test_ctrl_c_with_open_pages_ends_at_once_and_quietly(tmp_path: Path) -> None
             page.close()
 
 
+@pytest.mark.slow
 def test_start_without_runs_and_without_a_reader(tmp_path: Path) -> None:
     """In an empty folder, with the reader of its output gone: it says so, goes on, and shows the run that begins."""
     with dashboard(cwd=tmp_path) as process:
