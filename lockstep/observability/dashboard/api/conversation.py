@@ -8,17 +8,17 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.observability.dashboard.dump_rows import DumpRow, read_row
-from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound
-from lockstep.observability.show_rollouts import dump_file
+from lockstep.observability.dashboard.api.rollouts import RECORDED_GROUPS, kind_of, spread
+from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Recorded
+from lockstep.observability.dashboard.rollout_store import KINDS
+from lockstep.observability.dashboard.runs import RunFolder
+from lockstep.observability.rollout_table import StepTable, TableRow, as_text
 from lockstep.utils.untrusted import JSON_ERRORS
 
-KINDS = {"train": False, "validation": True}
 APART = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
 APART |= {"messages", "turn_rewards", "non_finite"}
 """Columns of a dump that are shown in their own place; the others are listed by name."""
@@ -29,6 +29,8 @@ PAGE_CHARS = 200_000
 MOST_TURNS = 500
 MOST_EXTRAS = 200
 MOST_TOKENS = 5_000
+RECORDED_RESPONSES = 8
+"""Of each group, in an exported page."""
 IMAGE = re.compile(r"data:image/(?:png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]+")
 MOST_IMAGE_CHARS = 4_000_000
 TOOL_ERROR = "Error: "
@@ -56,29 +58,23 @@ class Texts:
         return {"text": text[:head], "tail": text[len(text) - tail :], "length": len(text), "place": place}
 
 
-def as_text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    try:
-        return "" if value is None else json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        return "(nested too deeply to be shown)"
-
-
 def conversation(request: ApiRequest) -> dict[str, Any]:
     """A response: what was asked and answered turn by turn, its score, and the reward function's own output."""
-    _, row = _row(request)
-    number = request.number("row")
-    values = row.values
+    table, row = _row(request)
+    values = table.read(row)
     texts = Texts()
+    group = [other.line for other in table.groups[row.group - 1].rows]
+    lines = list(table.rows)
     extras = [name for name in values if name not in APART]
     odd_numbers = values.get("non_finite")
     return {
         "step": values.get("step"),
-        "row": number,
-        "rows": row.num_rows,
-        "group": row.group[:1000],
-        "group_place": row.group.index(number),
+        "row": row.line,
+        "rows": len(lines),
+        "step_neighbours": _neighbours(lines, row.line),
+        "group_size": len(group),
+        "group_place": group.index(row.line),
+        "group_neighbours": _neighbours(group, row.line),
         **{name: _number(values.get(name)) for name in ("score", "advantage", "length", "index")},
         "finish_reason": _short(values.get("finish_reason")),
         "odd_score": _short(odd_numbers.get("score")) if isinstance(odd_numbers, dict) else None,
@@ -95,18 +91,18 @@ def conversation(request: ApiRequest) -> dict[str, Any]:
     }
 
 
-def _row(request: ApiRequest) -> tuple[Path, DumpRow]:
-    kind = request.text("kind", "train")
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind[:40]!r}: must be train or validation")
-    step = request.number("step")
-    try:
-        dump = dump_file(request.run().folder, step, KINDS[kind])
-    except NotFound:
-        raise
-    except ValueError as error:
-        raise NotFound(str(error)) from error
-    return dump, read_row(dump, request.number("row"))
+def _row(request: ApiRequest) -> tuple[StepTable, TableRow]:
+    _, table = request.run().rollouts.table(kind_of(request), request.number("step"))
+    line = request.number("row")
+    if line not in table.rows:
+        raise NotFound(f"there is no row {line}: the step has {len(table.rows)} rows")
+    return table, table.rows[line]
+
+
+def _neighbours(lines: Sequence[int], line: int) -> list[int | None]:
+    """The rows before and after one."""
+    place = lines.index(line)
+    return [lines[place - 1] if place else None, lines[place + 1] if place + 1 < len(lines) else None]
 
 
 def _has_messages(values: dict[str, Any]) -> bool:
@@ -220,7 +216,8 @@ def _value(request: ApiRequest) -> Any:
         keys = None
     if not isinstance(keys, list) or not all(isinstance(key, str | int) for key in keys):
         raise ValueError("place must be a list of names and numbers, as JSON")
-    value: Any = _row(request)[1].values
+    table, row = _row(request)
+    value: Any = table.read(row)
     for key in keys:
         try:
             value = value[key]
@@ -233,12 +230,11 @@ def tokens(request: ApiRequest) -> dict[str, Any]:
     """A page of the response's tokens with their numbers, or of the prompt's. begin: number of the first token."""
     from lockstep.observability import token_file  # imports pyarrow
 
-    dump, row = _row(request)
-    found = token_file.read(token_file.token_path(dump), request.number("row"))
-    if found.uid != str(row.values.get("uid")) or len(found.ids) != row.values.get("length", len(found.ids)):
-        raise ValueError(
-            f"{token_file.token_path(dump).name} is not of this {dump.name}: the step was run again without it"
-        )
+    table, row = _row(request)
+    path = token_file.token_path(table.path)
+    found = token_file.read(path, row.line)
+    if found.uid != table.groups[row.group - 1].uid or len(found.ids) != row.length:
+        raise ValueError(f"{path.name} is not of this {table.path.name}: the step was run again without it")
     begin = request.number("begin", 0)
     page = slice(begin, begin + MOST_TOKENS)
     if request.text("of", "response") == "prompt":
@@ -329,6 +325,23 @@ def _decoded(piece: bytes) -> str | None:
         return piece.decode()
     except UnicodeDecodeError:
         return None
+
+
+def recorded(runs: Sequence[RunFolder]) -> Iterator[Recorded]:
+    """The responses, with their tokens, of the groups that the rollouts panel records of each newest step."""
+    for run in runs:
+        for kind in KINDS:
+            if run.rollouts.why_none(kind):
+                continue
+            for step in reversed(spread(list(run.rollouts.files(kind)))):
+                try:
+                    groups = run.rollouts.table(kind, step)[1].groups[:RECORDED_GROUPS]
+                except (ValueError, OSError):  # damaged or deleted
+                    continue
+                for row in (row for group in groups for row in group.rows[:RECORDED_RESPONSES]):
+                    params = {"run": run.name, "kind": kind, "step": str(step), "row": str(row.line)}
+                    yield Recorded("/api/conversation", params)
+                    yield Recorded("/api/tokens", params)
 
 
 ROUTES: dict[str, Api] = {

@@ -119,19 +119,17 @@
   /** Links to the other responses of the group and of the step. */
   function neighbours(data, context) {
     const to = (row, label) => {
-      const exists = row !== undefined && row >= 0 && row < data.rows;
-      const open = () => context.go("conversation", { ...context.params, row, token: 0 });
-      return el("button", { type: "button", disabled: !exists, onclick: open }, label);
+      const open = () => context.go("conversation", { ...context.params, row });
+      return el("button", { type: "button", disabled: row === null, onclick: open }, label);
     };
-    const place = data.group_place;
     return el(
       "div",
       { class: "controls" },
       el("button", { type: "button", onclick: () => back(context) }, "All rollouts of the step"),
-      to(data.group[place - 1], "Previous of the group"),
-      to(data.group[place + 1], "Next of the group"),
-      to(data.row - 1, "Previous of the step"),
-      to(data.row + 1, "Next of the step"),
+      to(data.group_neighbours[0], "Previous of the group"),
+      to(data.group_neighbours[1], "Next of the group"),
+      to(data.step_neighbours[0], "Previous of the step"),
+      to(data.step_neighbours[1], "Next of the step"),
     );
   }
 
@@ -235,6 +233,7 @@
       );
       const last = page.begin + page.ids.length;
       where.textContent = `tokens ${number(page.begin + 1)} to ${number(last)} of ${number(page.num_tokens)}, ${number(page.num_trained)} trained on`;
+      previous.hidden = next.hidden = page.num_tokens <= size;
       previous.disabled = page.begin === 0;
       next.disabled = last >= page.num_tokens;
       paint();
@@ -291,13 +290,15 @@
       button("Largest gap", () => open(page.largest_gap), page.largest_gap === null),
       page.turns.length > 1 ? button("Next turn", () => open((page.turns.find(([begin]) => begin > current) || page.turns[0])[0])) : null,
     ];
-    list.addEventListener("mouseover", (event) => {
-      const place = [...list.children].indexOf(event.target);
+    const placeOf = (element) => (element.parentNode === list ? Number(element.id.replace("token-", "")) - page.begin : -1);
+    list.addEventListener("mousemove", (event) => {
+      if (!event.movementX && !event.movementY) return; // the tokens moved, not the mouse
+      const place = placeOf(event.target);
       if (place >= 0) details.textContent = describe(place);
     });
     list.addEventListener("mouseleave", () => choose(current));
     list.addEventListener("click", (event) => {
-      const place = [...list.children].indexOf(event.target);
+      const place = placeOf(event.target);
       if (place >= 0) choose(page.begin + place);
     });
     list.addEventListener("keydown", (event) => {
@@ -323,7 +324,7 @@
       problem,
       list,
       el("div", { class: "controls" }, previous, next, where),
-      reasons.length ? el("ul", { class: "muted" }, ...reasons) : null,
+      el("ul", { class: "muted", hidden: !reasons.length }, ...reasons),
       promptTokens(ask),
     );
     draw();
@@ -362,7 +363,7 @@
       const data = await api("/api/conversation", ask);
       const fetchPage = (place, begin) => api("/api/conversation/text", { ...ask, place: JSON.stringify(place), begin: begin || undefined });
       const fetchImage = (place) => api("/api/conversation/image", { ...ask, place: JSON.stringify(place) });
-      const group = data.group.length > 1 ? `, ${data.group_place + 1} of ${data.group.length} responses to its prompt` : "";
+      const group = data.group_size > 1 ? `, ${data.group_place + 1} of ${number(data.group_size)} responses to its prompt` : "";
       main.append(
         el("h2", {}, `${kind === "validation" ? "Validation at step" : "Step"} ${number(data.step ?? Number(step))}, response ${number(data.row + 1)} of ${number(data.rows)}${group}`),
         neighbours(data, context),
@@ -373,8 +374,8 @@
         data.expected ? el("section", { class: "turn", "aria-label": "expected answer" }, el("h4", {}, "expected"), textBlock(data.expected, fetchPage)) : "",
         el("h3", {}, "The reward function's output"),
         extrasTable(data.extras, fetchPage),
-        await tokensSection(context, ask),
       );
+      main.append(await tokensSection(context, ask));
     },
   });
 })();
