@@ -396,6 +396,7 @@ def test_templates_are_valid_shell() -> None:
             "agents.md",
             "async_rollout.md",
             "cluster.md",
+            "dashboard.md",
             "endpoint.md",
             "environments.md",
             "install.md",
