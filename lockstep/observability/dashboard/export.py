@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 from lockstep.observability.dashboard.page import APIS, STATIC, json_bytes, plotly_script
 from lockstep.observability.dashboard.request import MOST_CHOSEN, ApiRequest, Recorded, Recorder
@@ -56,7 +57,7 @@ def recorded_answers(runs: Runs, found: Sequence[RunFolder]) -> tuple[dict[str, 
             answer = APIS[wanted.path](ApiRequest(runs, wanted.params))
         except (ValueError, OSError):  # the page says that it does not have it
             continue
-        data = json_bytes(wanted.narrowed(answer) if wanted.narrowed else answer)
+        data = script_json(wanted.narrowed(answer) if wanted.narrowed else answer)
         if len(data) > left:
             num_left_out += 1
             continue
@@ -72,10 +73,14 @@ def _in_turn(found: Sequence[RunFolder]) -> Iterator[Recorded]:
     return (wanted for wanted in chain.from_iterable(columns) if wanted is not None)
 
 
+def script_json(data: Any) -> bytes:
+    """JSON that cannot end the script that holds it: `<` is written as an escape."""
+    return json_bytes(data).replace(b"<", b"\\u003c")
+
+
 def page_of(answers: dict[str, bytes], title: str) -> bytes:
-    """No text of a run can end the script that holds it: `<` is written as an escape."""
-    data = b"{" + b",".join(json_bytes(url) + b":" + answer for url, answer in answers.items()) + b"}"
-    recorded = data.decode().replace("<", "\\u003c")
+    data = b"{" + b",".join(script_json(url) + b":" + answer for url, answer in answers.items()) + b"}"
+    recorded = data.decode()
     now = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     page = page.replace("<title>Lockstep</title>", f"<title>Lockstep: {html.escape(title)}</title>")
@@ -86,7 +91,9 @@ def page_of(answers: dict[str, bytes], title: str) -> bytes:
     page = SCRIPT.sub(lambda match: f"<script>\n{_asset(match[1])}</script>", page)
     holder = f'<script id="recorded" type="application/json">{recorded}</script>\n    '
     setter = '<script>window.RECORDED = JSON.parse(document.getElementById("recorded").textContent);</script>\n    '
-    return page.replace("<script>", f"{holder}{setter}<script>", 1).encode()
+    return page.replace("<script>", f"{holder}{setter}<script>", 1).encode(
+        errors="replace"
+    )  # folders may have names that are no text
 
 
 def _asset(name: str) -> str:

@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from lockstep.observability.dashboard.child import ADDRESS
 from lockstep.observability.dashboard.runs import Runs
+from lockstep.observability.jsonl import METRICS_FILE
 from lockstep.utils.local_http import bind, is_loopback
 
 TOKEN_VARIABLE = "LOCKSTEP_DASHBOARD_TOKEN"
@@ -72,9 +73,21 @@ def _serve(options: argparse.Namespace) -> int:
     shown = f"[{host}]" if ":" in host else host
     if not runs.all():
         _tell(f"no runs in {', '.join(map(str, runs.paths))} yet: the page shows them when they begin\n")
+    _read_ahead(runs)
     _tell(f"{ADDRESS}http://{shown}:{port}/{f'?token={quote(token)}' if token else ''} {stops}\n")
     DashboardServer(DashboardApp(runs, token)).run(sockets=[listener])
     return 0
+
+
+def _read_ahead(runs: Runs) -> None:
+    """Read the metrics of the run that the page shows first, while the browser opens it."""
+
+    def read() -> None:
+        newest = max(runs.all(), key=lambda run: run.written_ns(METRICS_FILE), default=None)
+        if newest is not None:
+            newest.metrics.names()
+
+    threading.Thread(target=read, daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
