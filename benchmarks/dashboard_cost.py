@@ -2,9 +2,9 @@
 
     python benchmarks/dashboard_cost.py [--steps 40 --repeats 3 --pages 1 --panel time --json out.json]
 
-With a dashboard, `lockstep dashboard` serves the run's folder, with low priority as `trainer.dashboard=true` starts it, and each page
-listens for events and asks for a panel's data when a step has ended, as a browser does. Reported are medians of `timing_s/step`
-over the steps after the first five, and the processor time of the dashboard per second of training.
+With a dashboard, `lockstep dashboard` serves the run's folder, with the low priority that `trainer.dashboard=true` gives it; each
+page listens for events and asks for a panel's data when a step has ended, as a browser does. Reported are medians of
+`timing_s/step` over the steps after the first five, and the processor time of the dashboard per second of training.
 """
 
 import argparse
@@ -15,9 +15,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -91,9 +92,12 @@ class Page(threading.Thread):
     def _ask(self) -> None:
         for path in PANELS[self.panel]:
             joint = "&" if "?" in path else "?"
-            with urllib.request.urlopen(f"{self.url}{path}{joint}run={quote(self.run_name)}") as answer:
+            with (
+                suppress(urllib.error.HTTPError),  # a file is not written yet
+                urllib.request.urlopen(f"{self.url}{path}{joint}run={quote(self.run_name)}") as answer,
+            ):
                 answer.read()
-            self.num_answers += 1
+                self.num_answers += 1
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
-import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -24,6 +23,7 @@ from lockstep.observability.curves import Points, read_runs
 from lockstep.observability.run_folder import config_of_step
 from lockstep.observability.step_line import format_number, one_line
 from lockstep.utils.untrusted import printable
+from lockstep.utils.untrusted_yaml import read_yaml
 
 NAMES = (
     "trainer.default_local_dir",
@@ -117,12 +117,11 @@ def read_settings(run: Path, step: int) -> dict[str, Any]:
 
 def read_config(path: Path) -> dict[str, Any]:
     """The settings of a config file by dotted key; ValueError if it cannot be read."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster; PyYAML may be built without it
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), loader)
+        tree = read_yaml(path)
         if not isinstance(tree, dict):
             raise TypeError("it has no settings")
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return dict(leaves(tree))
 

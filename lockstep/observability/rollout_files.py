@@ -14,10 +14,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import yaml
-
 from lockstep.config.schema import get_in, resolved_value
 from lockstep.observability.run_folder import CONFIG, starts
+from lockstep.utils.untrusted_yaml import read_yaml
 
 Row = dict[str, Any]
 
@@ -126,11 +125,10 @@ def no_dumps(run: Path, validation: bool, missing: str | None) -> ValueError:
 
 def _dump_folder(run: Path, config: Path, key: str) -> tuple[str | None, Path | None]:
     """The dump folder that a config names, and where it is. A relative one is relative to where the run was started."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # five times faster; PyYAML may be built without it
     try:
-        tree = yaml.load(config.read_text(encoding="utf-8"), loader)
+        tree = read_yaml(config)
         tree["trainer"]["default_local_dir"]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{config} is not the config of a run ({type(error).__name__})") from None
     local_dir = tree["trainer"]["default_local_dir"]
     try:

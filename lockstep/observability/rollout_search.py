@@ -35,11 +35,11 @@ class TextSearch:
         self._needle = json.dumps(max(ascii_parts, key=len, default=""))[1:-1].lower().encode()
 
     def lines(self, path: Path, number: int = 0, offset: int = 0) -> Iterator[tuple[int, int, Hit | None]]:
-        """(number, offset, hit or None) of each line of the file from line `number` on, which is at the offset."""
+        """(number, offset of its end, hit or None) of each line of the file from line `number` on, which is at the offset."""
         with open(path, "rb") as file:
             file.seek(offset)
-            for place, begin, line in lines_of(file, number):
-                yield place, begin, self._hit(line) if self._needle in line.lower() else None
+            for place, _, end, line in lines_of(file, number):
+                yield place, end, self._hit(line) if self._needle in line.lower() else None
 
     def matching(self, path: Path) -> set[int]:
         """The lines that match."""

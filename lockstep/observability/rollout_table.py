@@ -151,7 +151,7 @@ def read_table(path: Path) -> StepTable:
     damaged = 0
     with open(path, "rb") as file:
         stamp = stamp_of(os.fstat(file.fileno()))
-        for number, offset, line in lines_of(file):
+        for number, offset, _, line in lines_of(file):
             row = parse_row(line)
             if row is None:
                 damaged += bool(line.strip()) or not line
@@ -166,8 +166,8 @@ def read_table(path: Path) -> StepTable:
     return StepTable(path, stamp, list(groups.values()), damaged)
 
 
-def lines_of(file: BinaryIO, number: int = 0) -> Iterator[tuple[int, int, bytes]]:
-    """(number, offset, line) from the file's position on, which is at line `number`; a line that is too long is empty."""
+def lines_of(file: BinaryIO, number: int = 0) -> Iterator[tuple[int, int, int, bytes]]:
+    """(number, begin, end, line) from the file's position on, which is at line `number`; a line that is too long is empty."""
     offset = file.tell()
     while line := file.readline(MAX_LINE_BYTES):
         size = len(line)
@@ -177,7 +177,7 @@ def lines_of(file: BinaryIO, number: int = 0) -> Iterator[tuple[int, int, bytes]
                 size += len(part)
                 if part.endswith(b"\n"):
                     break
-        yield number, offset, line
+        yield number, offset, offset + size, line
         offset += size
         number += 1
 

@@ -1,5 +1,6 @@
 """Benchmarks of the controller, at a small scale: they run, and what they compare is equal."""
 
+import json
 import re
 import runpy
 from pathlib import Path
@@ -43,3 +44,20 @@ def test_replay_leaves_no_gap_in_float32(capsys: pytest.CaptureFixture[str]) -> 
         ("bfloat16", "float32"),
     ]
     assert float(found[0]["replayed"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_the_dashboard_on_a_made_run(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason='needs plotly: pip install "lockstep-rl[dashboard]"')
+    main = runpy.run_path(str(BENCHMARKS / "dashboard.py"))["main"]
+    arguments = ["--steps", "20", "--prompts", "4", "--samples", "2", "--json", str(tmp_path / "seconds.json")]
+    assert main([*arguments, "--folder", str(tmp_path / "large_run")]) == 0
+    spent = json.loads((tmp_path / "seconds.json").read_text())
+    assert {
+        "start",
+        "page, cold",
+        "rollouts of a step",
+        "prompt, indexed",
+        "search, first answer",
+        "export",
+    } <= spent.keys()

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,17 +190,16 @@ def test_other_sizes_fit_as_the_page_says(name: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.usefixtures("shapes")
-def test_training_commands_name_the_recipe_and_compose(name: str) -> None:
-    training = commands(name, "lockstep grpo ")
-    assert training
-    for words in training:
+@pytest.mark.usefixtures("place")
+def test_training_command_names_the_recipe_and_keeps_its_settings(name: str) -> None:
+    for words in commands(name, "lockstep grpo "):
         assert words[2:4] == ["--config-name", f"examples/recipes/{name}.yaml"]
-        config = load_config(PPOConfig, ["algorithm=grpo", *words[4:]], config_name=words[3], run_checks=False)
-        assert config.algorithm.adv_estimator == "grpo"
-    alone = load_config(PPOConfig, [], config_name=f"examples/recipes/{name}.yaml", run_checks=False)
-    preset = load_config(PPOConfig, ["algorithm=grpo"], config_name=f"examples/recipes/{name}.yaml", run_checks=False)
-    assert preset == alone  # `lockstep grpo` changes no setting of the file
+    file = f"examples/recipes/{name}.yaml"
+    alone = load_config(PPOConfig, [], config_name=file, run_checks=False)
+    assert alone.algorithm.adv_estimator == "grpo"
+    assert load_config(PPOConfig, ["algorithm=grpo", *words[4:]], config_name=file, run_checks=False) == replace(
+        alone, ray_init=replace(alone.ray_init, address="auto") if words[4:] else alone.ray_init
+    )
 
 
 def write_data(name: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

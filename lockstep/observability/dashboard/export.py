@@ -20,6 +20,8 @@ MOST_BYTES = 14_000_000
 """Of the answers; plotly's script adds 5 MB."""
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """The file asks for nothing outside itself, whatever the texts of the run are."""
+SERVED_ONLY = '    <script src="static/panels/talk.js"></script>\n'
+"""A panel that needs the server."""
 SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
 STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)" />')
 
@@ -79,6 +81,7 @@ def page_of(answers: dict[str, bytes], title: str) -> bytes:
     page = page.replace("<title>Lockstep</title>", f"<title>Lockstep: {html.escape(title)}</title>")
     page = page.replace("<head>", f'<head>\n    <meta http-equiv="content-security-policy" content="{POLICY}" />', 1)
     page = page.replace('aria-live="off"></span>', f'aria-live="off">recorded {html.escape(now)}</span>')
+    page = page.replace(SERVED_ONLY, "")
     page = STYLE.sub(lambda match: f"<style>\n{_asset(match[1])}</style>", page)
     page = SCRIPT.sub(lambda match: f"<script>\n{_asset(match[1])}</script>", page)
     holder = f'<script id="recorded" type="application/json">{recorded}</script>\n    '

@@ -8,13 +8,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.health.process import State, state_of
 from lockstep.observability.health.run_view import RunView, Series
 from lockstep.observability.run_folder import CONFIG, PLAN
 from lockstep.observability.status_file import read_json, read_status
+from lockstep.utils.untrusted_yaml import read_yaml
 
 MOST_CONFIG_BYTES = 5_000_000
 
@@ -70,9 +69,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def _settings(path: Path, mtime_ns: int, size: int) -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        content = yaml.load(path.read_bytes(), Loader=loader)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        content = read_yaml(path)
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

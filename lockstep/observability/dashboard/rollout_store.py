@@ -96,9 +96,11 @@ class RolloutStore:
     def _listing(self, kind: Kind) -> _Listing:
         listing = self._listings[kind]
         stamps = [(config, _mtime(config)) for _, config in starts(self.folder)]
-        if listing.stamps != stamps or listing.missing:  # a folder that is missing may be made later
-            listing = _Listing(stamps, *dump_folders(self.folder, kind == "validation"))
         folder_stamps = [(folder, _mtime(folder.path)) for folder in listing.folders]
+        is_gone = any(stamp is None for _, stamp in folder_stamps)
+        if listing.stamps != stamps or listing.missing or is_gone:  # a folder that is missing may be made later
+            listing = _Listing(stamps, *dump_folders(self.folder, kind == "validation"))
+            folder_stamps = [(folder, _mtime(folder.path)) for folder in listing.folders]
         if listing.folder_stamps != folder_stamps:
             files = merged((folder, dumps_in(folder.path)) for folder in listing.folders)
             listing.files = dict(sorted(files.items()))

@@ -3,7 +3,7 @@
 mean@n of a validation is the mean over prompts of each prompt's mean over n responses. With P prompts, whose means have the
 standard deviation s (P - 1 degrees of freedom), its standard error is s / sqrt(P): it covers both which prompts the data has and
 what was sampled for them. The band is the mean +- 1.96 standard errors (95 %). A step has none if its dump is missing, or if the
-mean of the dump is not the logged one (a dump with several data sources, or of another run).
+mean of the dump is not the logged one (several data sources in a dump that does not name them, or a dump of another run).
 """
 
 import json
@@ -23,10 +23,10 @@ WIDTH = 1.96
 MOST_BYTES = 64 << 20
 """Of dumps that are read per request, newest first; a later request reads on, since what was read is kept."""
 MOST_KEPT = 4096
-MEAN = re.compile(r"val-(?:core|aux)/.+/(?P<variable>[^/]+)/mean@(?P<n>\d+)")
+MEAN = re.compile(r"val-(?:core|aux)/(?P<source>.+)/(?P<variable>[^/]+)/mean@(?P<n>\d+)")
 
-PromptMeans = dict[tuple[str, int], tuple[int, float, float]]
-"""(variable, n) -> number of prompts, their mean, its standard error."""
+PromptMeans = dict[tuple[str | None, str, int], tuple[int, float, float]]
+"""(data source, variable, n) -> number of prompts, their mean, its standard error. The source is None if the dump has none."""
 
 
 def band_of(run: RunFolder, metric: str) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def band_of(run: RunFolder, metric: str) -> dict[str, Any]:
         except ValueError:  # the run has no config
             dumps = {}
         steps, values, _ = run.metrics.column(metric)
-        key = (match["variable"], int(match["n"]))
+        source, variable, n = match["source"], match["variable"], int(match["n"])
         left = MOST_BYTES
         for step, value in sorted(zip(steps, values), reverse=True):
             if step not in dumps or not math.isfinite(value):
@@ -48,8 +48,10 @@ def band_of(run: RunFolder, metric: str) -> dict[str, Any]:
             means, left = _within(dumps[step], left)
             if means is None:
                 unread += 1
-            elif key in means and math.isclose(means[key][1], value, rel_tol=1e-5, abs_tol=1e-6):
-                num_prompts, _, error = means[key]
+                continue
+            found = means.get((source, variable, n)) or means.get((None, variable, n))
+            if found is not None and math.isclose(found[1], value, rel_tol=1e-5, abs_tol=1e-6):
+                num_prompts, _, error = found
                 rows.append((step, value - WIDTH * error, value + WIDTH * error, num_prompts))
     rows.reverse()
     names = ("step", "low", "high", "prompts")
@@ -78,21 +80,23 @@ def _within(path: Path, left: int) -> tuple[PromptMeans | None, int]:
 
 
 def _prompt_means(lines: Iterable[bytes]) -> PromptMeans:
-    values: dict[str, dict[str, list[float]]] = {}
+    values: dict[tuple[str | None, str], dict[str, list[float]]] = {}
     for line in lines:
         try:
             row = json.loads(line)
             prompt = str(row.get("uid", row.get("input")))
+            source = row.get("data_source")
         except (*JSON_ERRORS, AttributeError):
             continue
         for name in row:
             if math.isfinite(value := number_in(row, name)):
-                values.setdefault("reward" if name == "score" else name, {}).setdefault(prompt, []).append(value)
+                key = (None if source is None else str(source), "reward" if name == "score" else name)
+                values.setdefault(key, {}).setdefault(prompt, []).append(value)
     result: PromptMeans = {}
-    for name, by_prompt in values.items():
+    for (source, name), by_prompt in values.items():
         for n in {len(responses) for responses in by_prompt.values()}:
             means = [sum(responses) / n for responses in by_prompt.values() if len(responses) == n]
             if len(means) > 1:
                 error = float(np.std(means, ddof=1)) / math.sqrt(len(means))
-                result[name, n] = (len(means), float(np.mean(means)), error)
+                result[source, name, n] = (len(means), float(np.mean(means)), error)
     return result

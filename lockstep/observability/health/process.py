@@ -22,6 +22,7 @@ GIB = 2**30 / 1e9
 TIMERS = {phase: f"timing_s/{timer}" for timer, phase in PHASES.items()} | {
     "generate": "timing_s/gen",
     "rewards": "timing_s/reward",
+    "reward model": "timing_s/reward",
     "validation": "timing_s/testing",
     "update": "timing_s/step",
 }

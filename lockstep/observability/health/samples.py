@@ -47,7 +47,7 @@ def responses_are_empty(run: RunView) -> Finding | None:
         "rollout.md",
         ("response/aborted_ratio", "response_length/min"),
         empty.span,
-        run.samples(sort="length", order="ascending"),
+        run.samples(sort="length", order="asc"),
     )
 
 
@@ -117,7 +117,7 @@ def conversations_fail(run: RunView) -> Finding | None:
                 page,
                 (f"{name}/mean", "critic/score/mean"),
                 errors.span,
-                run.samples(sort="reward", order="ascending"),
+                run.samples(sort="reward", order="asc"),
             )
     return None
 

@@ -1,6 +1,7 @@
 """The server: routes, access, and runs that come and go."""
 
 import json
+import re
 import shutil
 import urllib.error
 import urllib.request
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.observability.dashboard.app import STATIC
 from tests.observability.dashboard.conftest import OpenPage, Serve
 from tests.observability.dashboard.made_runs import make_run
 
@@ -54,6 +56,15 @@ def test_access(serve: Serve, tmp_path: Path) -> None:
     guarded = serve(tmp_path, token="secret")
     assert status_of(f"{guarded}/api/runs") == 403
     assert status_of(f"{guarded}/api/runs?token=secret") == 200
+
+
+def test_every_block_of_the_style_is_closed() -> None:
+    """Parts of several panels are in one file: a lost brace puts all that follow inside a block."""
+    depth = 0
+    for line in re.sub(r"/\*.*?\*/", "/**/", (STATIC / "style.css").read_text(), flags=re.S).splitlines():
+        assert depth == 0 or not re.match(r"\S.*{$", line), line
+        depth += line.count("{") - line.count("}")
+    assert depth == 0
 
 
 @pytest.mark.slow

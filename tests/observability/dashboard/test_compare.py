@@ -15,7 +15,7 @@ from lockstep.observability.dashboard.api import compare
 from lockstep.observability.jsonl import json_line
 from tests.observability.dashboard.conftest import OpenPage, Serve
 from tests.observability.dashboard.made_runs import make_run
-from tests.observability.dashboard.test_curves import ask
+from tests.observability.dashboard.test_curves import ask, until
 
 
 def write_dump(run: Path, step: int, rows: list[dict[str, Any]]) -> None:
@@ -131,11 +131,9 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
     assert "data.max_response_length" in page.inner_text("#compare table >> nth=0")
     assert "30 prompts in both" in page.inner_text("#compare [role=status]")
     page.check("text=only changed")
-    page.wait_for_function("location.hash.includes('changed=1')")
+    until(page, "location.hash.includes('changed=1')")
     page.goto(f"{url}/#/compare?run=a&other=b&kind=train&left_step=3&right_step=3")
     page.wait_for_selector("#compare .pair")
     assert "-1 worse · <img src=x onerror=alert(1)>" in page.inner_text("#compare .pair h3")
     page.select_option("[aria-label='step of a']", "4")
-    page.wait_for_function(
-        "document.querySelector('#compare [role=status]').textContent.startsWith('No prompt is in both')"
-    )
+    until(page, "document.querySelector('#compare [role=status]').textContent.startsWith('No prompt is in both')")

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from statistics import fmean, stdev
 from subprocess import run as run_process
@@ -24,6 +25,14 @@ from tests.observability.dashboard.made_runs import make_run, step_metrics
 
 def ask(api: Any, folder: Path, **params: str) -> Any:
     return api(ApiRequest(Runs([folder]), params))
+
+
+def until(page: Any, expression: str) -> None:
+    """Wait until it is true; the page's policy forbids playwright's own way, which evaluates text inside the page."""
+    deadline = time.monotonic() + 20
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, expression
+        page.wait_for_timeout(50)
 
 
 def test_few_points_are_all_shown() -> None:
@@ -138,6 +147,23 @@ def test_bands_against_the_statistics_module(tmp_path: Path, monkeypatch: pytest
     assert ask(curves.band, tmp_path, run="a", metric=metric)["unread"] == 0
 
 
+def test_bands_of_several_data_sources(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=1)
+    scores = {"math": [0.0, 1.0, 1.0], "code/easy": [1.0, 0.5]}
+    rows = [
+        {"input": f"{source} {place}", "uid": f"{source} {place}", "data_source": source, "score": score}
+        for source, values in scores.items()
+        for place, score in enumerate(values)
+    ]
+    (run / "validation/1.jsonl").write_bytes(b"".join(map(json_line, rows)))
+    names = {source: f"val-core/{source}/reward/mean@1" for source in scores}
+    write_metrics(run, [{"step": 1} | {names[source]: fmean(values) for source, values in scores.items()}])
+    for source, values in scores.items():
+        band = ask(curves.band, tmp_path, run="a", metric=names[source])
+        half = 1.96 * stdev(values) / math.sqrt(len(values))
+        assert band["high"] == pytest.approx([fmean(values) + half]) and band["prompts"] == [len(values)]
+
+
 def test_bands_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "a", steps=1, prompts=3)
     line = (run / "validation/1.jsonl").read_bytes()
@@ -190,6 +216,10 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
     assert titles[:2] == ["critic/score/mean", "val-core/math/reward/mean@2"] and "timing_s/step" in titles
     assert "mean entropy of the next-token distribution" in page.inner_text("#curves")
 
+    page.wait_for_selector("#curves figure >> nth=1 >> .scatterlayer path")
+    page.hover("#curves figure >> nth=0 >> .nsewdrag")
+    page.wait_for_selector("#curves figure >> nth=1 >> .hoverlayer text")  # the same step in the other chart
+
     page.click("text=Choose metrics")
     page.fill("[aria-label='Filter metrics']", "onerror")
     page.check(f"label.choice:has-text('{hostile}')")
@@ -199,7 +229,7 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
     page.wait_for_selector("#curves figure .note:has-text('1 values are not numbers')")
 
     page.click("text=Compare with other runs")
-    page.check("label.choice:has-text('b')")
+    page.check("input[type=checkbox][value=b]")
     page.wait_for_selector("#curves .settings table")
     assert "data.max_response_length" in page.inner_text("#curves .settings")
     page.select_option("#curves .controls select", "hours")
@@ -213,18 +243,19 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
     page.reload()
     page.wait_for_selector("#curves .js-plotly-plot")
     figure = "document.querySelector('#curves .js-plotly-plot')"
-    page.wait_for_function(f"{figure}.data.length > 3 && {figure}.layout.yaxis.type === 'log'")
+    until(page, f"{figure}.data.length > 3 && {figure}.layout.yaxis.type === 'log'")
     with page.expect_download() as download:
         page.click("[aria-label='Download actor/pg_loss as CSV']")
     lines = download.value.path().read_text().splitlines()
     assert lines[0] == '"run","step","samples","tokens","hours","actor/pg_loss"' and len(lines) == 51
 
+    page.goto("about:blank")
     page.goto(f"{url}/#/curves?run=a&metric=critic/score/max")
-    page.wait_for_function(f"{figure}?.data?.[0].x.length === 30")
+    until(page, f"{figure}?.data?.[0].x.length === 30")
     page.evaluate(f"Plotly.relayout({figure}, {{'xaxis.range': [5, 10]}})")
     with open(run / "metrics.jsonl", "ab") as metrics:
         metrics.write(json_line({"step": 31, "time": 1.7e9 + 310} | step_metrics(31, 31)))
-    page.wait_for_function(f"{figure}.data[0].x.length === 31", timeout=15_000)
+    until(page, f"{figure}.data[0].x.length === 31")
     assert page.evaluate(f"{figure}.layout.xaxis.range") == [5, 10]
 
 
@@ -233,7 +264,7 @@ def test_the_panel_smooths_as_a_plain_mean_does(serve: Serve, open_page: OpenPag
     run = make_run(tmp_path / "a", steps=30)
     page = open_page(f"{serve(tmp_path)}/#/curves?run=a&metric=critic/score/mean&smooth=5")
     figure = "document.querySelector('#curves .js-plotly-plot')"
-    page.wait_for_function(f"{figure}?.data?.length === 2")
+    until(page, f"{figure}?.data?.length === 2")
     values = [json.loads(line)["critic/score/mean"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     expected = [fmean(values[max(0, place - 4) : place + 1]) for place in range(30)]
     assert page.evaluate(f"{figure}.data[1].y") == pytest.approx(expected)

@@ -51,6 +51,10 @@ def test_an_exported_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert answers[Recorded("/api/dumps", {"run": name}).url]["train"]["steps"] == [1, 2, 3]
     group = answers[Recorded("/api/group", {"run": name, "kind": "train", "step": "3", "group": "1"}).url]
     assert "stolen" in group["prompt"]["text"]
+    row = {"run": name, "kind": "train", "step": "3", "row": "0"}
+    assert answers[Recorded("/api/conversation", row).url]["score"] == 1.0
+    assert answers[Recorded("/api/timeline", {"run": name}).url]["step"] == 3
+    assert 'panel({\n    id: "talk"' not in text  # it needs the server
     same = {"kind": "train", "left": name, "left_step": "1", "right": name}
     assert answers[Recorded("/api/compare/prompts", same).url]["right_step"] == 3
 
@@ -138,12 +142,16 @@ def test_the_page_opens_from_a_file(browser: Any, tmp_path: Path) -> None:
     )
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: problems.append(str(error)))
-    for panel in ("curves", "rollouts", "compare"):
+    shown = {
+        "curves": ".js-plotly-plot",
+        "rollouts": "table",
+        "time": ".timeline svg, .timeline canvas, .js-plotly-plot",
+        "compare": ".pair",
+    }
+    for panel, what in shown.items():
         page.goto("about:blank")
         page.goto(f"{page_file.as_uri()}#/{panel}?run=a+%3Cb%3E")
-        page.wait_for_selector(
-            {"curves": "#curves .js-plotly-plot", "rollouts": "#rollouts table", "compare": "#compare .pair"}[panel]
-        )
+        page.wait_for_selector(f":is(#{panel}) :is({what})")
         assert page.locator(".problem").count() == 0, page.locator(".problem").all_inner_texts()
         assert page.title() == "Lockstep: a <b>, b"
     page.close()

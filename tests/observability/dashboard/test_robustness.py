@@ -235,6 +235,15 @@ def test_nothing_is_written_into_a_run(serve: Serve, tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in [run, *run.rglob("*")]} == before
 
 
+def test_a_cache_that_cannot_be_written(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    make_run(tmp_path / "run", steps=3)
+    url = serve(tmp_path)
+    for path in APIS:
+        for more in ("", "&step=1", "&step=1&row=0&key=0123456789abcdef"):
+            assert answer(url, f"{path}?run=run{more}")[0] in (200, 400, 404), (path, more)
+
+
 def test_runs_come_change_and_go(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "SCAN_INTERVAL_S", 0.0)
     monkeypatch.setattr(runs_module, "SCANNED_SHARE", 1.0)
@@ -324,6 +333,7 @@ def test_ctrl_c_with_open_pages_ends_at_once_and_quietly(tmp_path: Path) -> None
             page.close()
 
 
+@pytest.mark.slow
 def test_start_without_runs_and_without_a_reader(tmp_path: Path) -> None:
     """In an empty folder, with the reader of its output gone: it says so, goes on, and shows the run that begins."""
     with dashboard(cwd=tmp_path) as process:

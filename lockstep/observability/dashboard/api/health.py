@@ -1,10 +1,12 @@
 """The health panel: what a run is doing now, its main curves, and what is wrong with it."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from lockstep.observability.dashboard.health_view import run_state, view_of
-from lockstep.observability.dashboard.request import Api, ApiRequest
+from lockstep.observability.dashboard.request import Api, ApiRequest, Recorded
+from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.health import findings
 from lockstep.observability.health.process import phases_of, state_of
 from lockstep.observability.health.run_view import RunView, Series, number
@@ -79,6 +81,12 @@ def thinned(series: Series) -> Series:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def recorded(runs: Sequence[RunFolder]) -> Iterator[Recorded]:
+    for run in runs:
+        yield Recorded("/api/status", {"run": run.name})
+        yield Recorded("/api/health", {"run": run.name})
 
 
 ROUTES: dict[str, Api] = {"/api/status": status, "/api/health": health}

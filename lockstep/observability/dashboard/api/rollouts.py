@@ -246,12 +246,12 @@ def search_step(
 ) -> tuple[int, int] | None:
     """Add the hits of a step from `begin` (line, offset) on; returns where it stopped, None at the end."""
     try:
-        for line, offset, hit in text_search.lines(path, *begin):
-            if len(hits) >= SEARCH_HITS or (time.monotonic() > deadline and line > begin[0]):
-                return line, offset
+        for line, end, hit in text_search.lines(path, *begin):
             if hit is not None:
                 score = number_in(hit.row, "score")
                 hits.append({"step": step, "row": line, "score": score, "column": hit.column, "excerpt": hit.excerpt})
+            if len(hits) >= SEARCH_HITS or time.monotonic() > deadline:
+                return line + 1, end
     except OSError:  # it was deleted
         pass
     return None

@@ -1,6 +1,5 @@
 """The panel "Talk": checkpoints of a run, one of them served, and a chat with it."""
 
-import json
 import socket
 from pathlib import Path
 from typing import Any, cast
@@ -8,12 +7,11 @@ from typing import Any, cast
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Stream
 from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.dashboard.talk_server import Device
+from lockstep.observability.status_file import read_status
 from lockstep.utils.checkpoint_folder import STEP_FOLDER
-from lockstep.utils.untrusted import JSON_ERRORS
 
 DEVICES = ("cpu", "auto")
 MOST_CHECKPOINTS = 500
-STATUS = "status.json"
 
 
 def talk(request: ApiRequest) -> dict[str, Any]:
@@ -59,14 +57,10 @@ def checkpoints(run: Path) -> list[Path]:
 
 def _is_training(run: RunFolder) -> bool:
     """Whether its controller is a living process of this machine."""
-    try:
-        with open(run.folder / STATUS, "rb") as file:
-            status = json.loads(file.read(2**20))
-    except (OSError, *JSON_ERRORS):
+    status = read_status(run.folder) or {}
+    if status.get("state") != "running" or status.get("host") != socket.gethostname():
         return False
-    if not isinstance(status, dict) or status.get("state") != "running":
-        return False
-    return status.get("host") == socket.gethostname() and Path(f"/proc/{status.get('pid')}").exists()
+    return Path(f"/proc/{status.get('pid')}").exists()
 
 
 ROUTES: dict[str, Api] = {"/api/talk": talk}

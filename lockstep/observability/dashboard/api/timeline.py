@@ -2,15 +2,18 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any
 
 from lockstep.observability.dashboard.metrics_store import MetricsStore
-from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound
+from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Recorded
 from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.dashboard.timeline_reader import read_step
 from lockstep.observability.glossary import explain
+from lockstep.observability.health.process import GIB, TIMERS
+from lockstep.observability.run_folder import PLAN
 from lockstep.observability.timeline import Steps, drawing, parse_numbers, tracks_of
 from lockstep.utils.spans import Span, Track
 from lockstep.utils.untrusted import JSON_ERRORS
@@ -19,21 +22,10 @@ MOST_ROWS = 64
 MOST_SPANS = 4000
 MOST_POINTS = 400
 """Of a curve: of longer runs each point is the mean of several steps."""
-PLAN = "plan.json"
+RECORDED_STEPS = 20
+"""Of an exported page."""
 MOST_PLAN_BYTES = 2**20
 
-PHASES_OF_PLAN = {
-    "generate": "gen",
-    "reward model": "reward",
-    "old log-probs": "old_log_prob",
-    "reference log-probs": "ref",
-    "update critic": "update_critic",
-    "update actor": "update_actor",
-    "update": "step",
-}
-"""Phase of a plan -> the same in metrics, where the names differ."""
-GIB = 2**30 / 1e9
-"""A plan's gigabytes have 1e9 bytes, those of metrics 2**30."""
 
 TIMING, STEP = "timing_s/", "timing_s/step"
 AFTER_STEP = "timing_s/save_checkpoint"
@@ -168,7 +160,7 @@ def _curve(metrics: MetricsStore, name: str) -> dict[str, Any]:
 
 
 def memory(request: ApiRequest) -> dict[str, Any]:
-    """GiB by phase, and median seconds by phase, each beside the plan if the run wrote one."""
+    """GiB by phase, and median seconds by phase, each beside the plan if the run wrote one, whose gigabytes have 1e9 bytes."""
     run = request.run()
     plan, problem = _plan(run)
     planned_gb = {phase: _short(gb / GIB) for phase, gb in _of_phases(plan.get("memory_gb")).items()}
@@ -234,7 +226,7 @@ def _of_phases(table: object) -> dict[str, float]:
     if not isinstance(table, dict):
         return {}
     return {
-        PHASES_OF_PLAN.get(name, name): value
+        TIMERS.get(name, name).removeprefix(TIMING): value
         for name, value in list(table.items())[:200]
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }
@@ -247,6 +239,20 @@ def _short(value: float) -> float | None:
 
 def _shortened(values: Sequence[float]) -> list[float | None]:
     return [_short(value) for value in values]
+
+
+def recorded(runs: Sequence[RunFolder]) -> Iterator[Recorded]:
+    """The curves of all runs, then their last steps."""
+    for run in runs:
+        yield from (Recorded(path, {"run": run.name}) for path in ("/api/time", "/api/memory", "/api/timeline"))
+    for run in runs:
+        with suppress(OSError, ValueError):
+            step: int | None = read_step(run.folder).step
+            for _ in range(RECORDED_STEPS):
+                if step is None:
+                    break
+                yield Recorded("/api/timeline", {"run": run.name, "step": str(step)})
+                step = read_step(run.folder, step).previous
 
 
 ROUTES: dict[str, Api] = {"/api/timeline": timeline, "/api/time": time_over_run, "/api/memory": memory}

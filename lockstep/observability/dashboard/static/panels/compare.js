@@ -27,12 +27,13 @@
     return el("details", { open: true }, el("summary", {}, "Results"), el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, rows))));
   }
 
-  function side(name, found) {
+  /** address: of the prompt's group in the rollouts. */
+  function side(name, found, address) {
     const left = found.n - found.responses.length;
     return el(
       "div",
       {},
-      el("h4", {}, `${name}: ${number(found.mean, 3)}`),
+      el("h4", {}, el("a", { href: `#/rollouts?${new URLSearchParams({ ...address, group: found.group })}` }, name), `: ${number(found.mean, 3)}`),
       found.responses.map((response) => [
         el("p", { class: "note" }, `score ${number(response.score, 3)}${response.length === null ? "" : `, ${number(response.length)} tokens`}`),
         el("div", { class: "text", tabindex: "0", role: "region", "aria-label": `response of ${name}` }, response.text ?? "(too long to be shown here)"),
@@ -133,6 +134,10 @@
         }
         if (own !== asked) return;
         const titles = [`${left}, step ${found.left_step}`, `${right}, step ${found.right_step}`];
+        const addresses = [
+          { run: left, kind: state.kind, step: found.left_step },
+          { run: right, kind: state.kind, step: found.right_step },
+        ];
         const all = found.summary;
         summary.textContent = all.num_pairs
           ? `${number(all.num_pairs)} prompts in both (${number(found.left_prompts)} and ${number(found.right_prompts)}; matched by ${found.matched_by}). Mean score ${number(all.left, 3)} → ${number(all.right, 3)}: ` +
@@ -144,7 +149,7 @@
               "section",
               { class: "pair" },
               el("h3", {}, el("span", { class: direction(item.change) }, `${signed(item.change)} ${direction(item.change)}`), " · ", item.prompt),
-              el("div", { class: "sides" }, side(titles[0], item.left), side(titles[1], item.right)),
+              el("div", { class: "sides" }, side(titles[0], item.left, addresses[0]), side(titles[1], item.right, addresses[1])),
             ),
           ),
         );

@@ -173,7 +173,10 @@
       this.note.textContent = [note(this.curves, options), prompts ? `band: 95 % confidence over ${number(prompts)} prompts` : ""].filter(Boolean).join("; ");
       if (this.chart.dataset.synchronised) return;
       this.chart.dataset.synchronised = "yes";
-      this.chart.on("plotly_relayout", (change) => this.element.dispatchEvent(new CustomEvent("zoomed", { bubbles: true, detail: change })));
+      const tell = (name) => (detail) => this.element.dispatchEvent(new CustomEvent(name, { bubbles: true, detail }));
+      this.chart.on("plotly_relayout", tell("zoomed"));
+      this.chart.on("plotly_hover", tell("pointed"));
+      this.chart.on("plotly_unhover", tell("unpointed"));
     }
 
     forget() {
@@ -356,6 +359,13 @@
         redraw();
       });
       say();
+      // The pointer in one chart shows the values at the same place in the others.
+      const others = (event) => figures.filter((figure) => figure.visible && figure.element !== event.target && figure.chart.data?.length);
+      grid.addEventListener("pointed", (event) => {
+        const [point] = event.detail.points;
+        if (point && event.detail.event) for (const figure of others(event)) Plotly.Fx.hover(figure.chart, { xval: point.x }, "xy");
+      });
+      grid.addEventListener("unpointed", (event) => event.detail?.event && others(event).forEach((figure) => Plotly.Fx.unhover(figure.chart)));
       let zooming = false;
       grid.addEventListener("zoomed", async (event) => {
         const change = Object.fromEntries(Object.entries(event.detail).filter(([key]) => key.startsWith("xaxis.")));

@@ -19,6 +19,7 @@ Lockstep.panel({
       tool_errors: "tool errors",
     };
     const state = { ...DEFAULTS, page: 0, ...context.params, page: Number(context.params.page) || 0 };
+    if (!(state.kind in KINDS)) state.kind = DEFAULTS.kind;
     let dumps = await api("/api/dumps", { run: context.run });
     if (!context.params.kind && !dumps.train.steps.length && dumps.validation.steps.length) state.kind = "validation";
     let drawn = 0; // counts calls of `load`: only the newest may change the page
@@ -94,7 +95,7 @@ Lockstep.panel({
       reset,
     );
     const facts = el("p", { class: "facts", role: "status" });
-    const list = el("div", { class: "scroll" });
+    const list = el("div", { class: "scroll list" });
     const pager = el("div", { class: "controls" });
     const found = el("section", { "aria-label": "Results in all steps", hidden: true });
     main.append(

@@ -2,6 +2,7 @@
 // Talk to a checkpoint: the dashboard serves one at a time, and passes messages on to it.
 
 (() => {
+  if (window.RECORDED) return; // an exported page has no server
   const { el, api } = Lockstep;
   const conversations = new Map(); // of each run: [{question, answers: [{label, text, end, error}]}]
 

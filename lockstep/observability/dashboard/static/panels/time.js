@@ -46,7 +46,7 @@ Lockstep.panel({
       ),
       stepProblem,
       note,
-      picture,
+      el("div", { class: "rows" }, picture),
       told,
       el("details", {}, el("summary", {}, "Calls of this step, over all ranks"), calls),
     );
@@ -254,7 +254,7 @@ Lockstep.panel({
           barmode: "group",
           yaxis: { title: { text: "GiB" }, rangemode: "tozero" },
           shapes: limit ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: limit, y1: limit, line: { dash: "dash", color: "#b3261e" } }] : [],
-          annotations: limit ? [{ xref: "paper", x: 1, y: limit, yshift: 8, text: "memory of the GPU", showarrow: false, xanchor: "right" }] : [],
+          annotations: limit ? [{ xref: "paper", x: 1, y: limit, yshift: 10, text: "memory of the GPU", showarrow: false, xanchor: "right" }] : [],
         });
       }
       plan.replaceChildren(
