@@ -41,12 +41,12 @@ def make_files(folder: Path) -> list[str]:
     write_rows(folder / "train.parquet", problems, "train")
     return [
         f"data.train_files={folder}/train.parquet",
-        "data.train_batch_size=64",
+        "data.train_batch_size=16",
         "data.max_prompt_length=32",
         "data.max_response_length=16",
         "actor_rollout_ref.rollout.n=8",
         f"actor_rollout_ref.model.path={folder}/model",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         f"custom_reward_function.path={reward.__file__}",
         "trainer.device=cpu",
         "trainer.val_before_train=false",

@@ -38,8 +38,8 @@ NOT_SAMPLED = -1
 SUFFIX = ".tokens.parquet"
 ABOUT = b"lockstep.tokens"
 """Key of what the file is about, as JSON, in its metadata."""
-ROWS_TOGETHER = 16
-"""Rows that are read together when one is asked for."""
+TOKENS_TOGETHER = 2**16
+"""About how many response tokens are read when those of one row are asked for."""
 HOW = "set trainer.rollout_token_data=true when you start or resume a run to write them"
 
 
@@ -125,12 +125,16 @@ def write(path: Path, columns: Mapping[str, Sequence[Any]], about: Mapping[str, 
         pq.write_table(
             table,
             file,
-            row_group_size=ROWS_TOGETHER,
+            row_group_size=_rows_together(columns["responses"]),
             compression="zstd",
             use_dictionary=repeated,
             column_encoding=dict.fromkeys(floats, "BYTE_STREAM_SPLIT"),
             write_statistics=["row"],
         )
+
+
+def _rows_together(rows: Sequence[Any]) -> int:
+    return max(1, TOKENS_TOGETHER * len(rows) // max(1, sum(map(len, rows))))
 
 
 _REPEATED = ("advantages", "token_level_rewards")

@@ -24,8 +24,8 @@ class TokenPieces:
 
     def __call__(self, ids: Sequence[int]) -> list[bytes]:
         """One piece per token."""
-        new = sorted(set(ids) - self._known.keys())
-        self._known |= zip(new, self._pieces(new))
+        if new := sorted(set(ids).difference(self._known)):
+            self._known |= zip(new, self._pieces(new))
         return [self._known[token] for token in ids]
 
     def _pieces(self, ids: list[int]) -> Iterator[bytes]:

@@ -396,6 +396,7 @@ def test_templates_are_valid_shell() -> None:
             "agents.md",
             "async_rollout.md",
             "cluster.md",
+            "dashboard.md",
             "endpoint.md",
             "environments.md",
             "install.md",
@@ -450,6 +451,7 @@ def finished_runs(places: dict[str, str]) -> None:
     dumps = [f"trainer.{kind}_data_dir={folder}/first/{kind}" for kind in ("rollout", "validation")]
     command = [f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/test.parquet", *dumps]
     command += [f"actor_rollout_ref.model.path={folder}/model", "algorithm=grpo", *SMALL, "trainer.save_freq=0"]
+    command += ["trainer.rollout_token_data=true"]
     command += [
         "trainer.total_training_steps=2",
         "trainer.total_epochs=2",

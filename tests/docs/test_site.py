@@ -11,6 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from lockstep.config.compose import load_config
+from lockstep.config.placement import pools_of
+from lockstep.config.ppo import PPOConfig
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
@@ -120,6 +124,15 @@ def test_pictures_are_what_the_script_draws() -> None:
         names = {child.tag.rpartition("}")[2] for child in ElementTree.fromstring(text)}
         assert {"title", "desc", "text"} <= names
         assert any(f"assets/{name}.svg" in page.read_text() for page in DOCS.rglob("*.md")), f"no page shows {name}.svg"
+
+
+def test_the_picture_of_placements_shows_the_pools_of_a_run() -> None:
+    drawn = runpy.run_path(str(DOCS / "assets" / "draw.py"))["PLACEMENTS"]
+    for placement, pools in drawn.items():
+        settings = [f"trainer.placement={placement}", "trainer.n_gpus_per_node=8"]
+        found = pools_of(load_config(PPOConfig, settings, run_checks=False), ["ref", "critic", "rm"])
+        assert found.spec == {name: [count] for name, count, _ in pools}
+        assert found.role_pools == {role.replace(" = ", "_"): name for name, _, roles in pools for role in roles}
 
 
 def test_notebooks_are_stored_without_outputs() -> None:

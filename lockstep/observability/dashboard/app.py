@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,17 +20,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from lockstep.observability.dashboard.api import (
-    compare,
-    conversation,
-    curves,
-    health,
-    rollouts,
-    runs as runs_api,
-    talk,
-    timeline,
-)
 from lockstep.observability.dashboard.health_view import run_state
+from lockstep.observability.dashboard.page import APIS, POSTS, STATIC, json_bytes, plotly_script
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Stream
 from lockstep.observability.dashboard.runs import RunFolder, Runs
 from lockstep.observability.dashboard.talk_server import TalkServer
@@ -41,22 +31,9 @@ from lockstep.utils.untrusted import JSON_ERRORS
 
 logger = logging.getLogger(__name__)
 
-STATIC = Path(__file__).resolve().with_name("static")
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 DOCS = Path(__file__).parents[3] / "docs"
 """The pages that findings name, in a checkout; an installed package does not have them."""
-APIS: dict[str, Api] = {
-    **runs_api.ROUTES,
-    **health.ROUTES,
-    **curves.ROUTES,
-    **rollouts.ROUTES,
-    **conversation.ROUTES,
-    **timeline.ROUTES,
-    **compare.ROUTES,
-    **talk.ROUTES,
-}
-POSTS: dict[str, Api] = talk.POSTS
-"""What changes something, so that it must come from the page itself."""
 MOST_BODY_BYTES = 4 * 2**20
 POLL_INTERVAL_S = 1.0
 HEARTBEAT_S = 15.0
@@ -275,14 +252,6 @@ class DashboardServer(uvicorn.Server):
         self.should_exit = True
 
 
-def plotly_script() -> str:
-    """The JavaScript that the plotly package ships."""
-    try:
-        return files("plotly").joinpath("package_data", "plotly.min.js").read_text(encoding="utf-8")
-    except ModuleNotFoundError as error:
-        raise ValueError("plotly is not installed: pip install 'lockstep-rl[dashboard]'") from error
-
-
 def _cookie(request: Request) -> str:
     """Cookies are shared by all ports of a host, and each may have its own dashboard."""
     return f"lockstep_dashboard_{request.url.port or 'default'}"
@@ -296,24 +265,8 @@ async def _event_lines(stream: Stream) -> AsyncIterator[bytes]:
 
 def event_bytes(event: Any) -> bytes:
     """A server-sent event with JSON."""
-    return f"data: {json.dumps(_finite(event))}\n\n".encode()
+    return b"data: " + json_bytes(event) + b"\n\n"
 
 
 def json_response(data: Any, status: int = 200) -> Response:
     return Response(json_bytes(data), status, media_type="application/json")
-
-
-def json_bytes(data: Any) -> bytes:
-    """NaN and infinities, which JSON lacks, are null; lone surrogates, which models emit, are replaced."""
-    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode(errors="replace")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -12,7 +12,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from lockstep.observability.dashboard.app import APIS, STATIC, json_bytes, plotly_script
+from lockstep.observability.dashboard.page import APIS, STATIC, json_bytes, plotly_script
 from lockstep.observability.dashboard.request import MOST_CHOSEN, ApiRequest, Recorded, Recorder
 from lockstep.observability.dashboard.runs import RunFolder, Runs
 from lockstep.utils.files import atomic_write_bytes

@@ -91,5 +91,7 @@ def first_groups(uids: Sequence[str], room: int) -> list[int]:
 def _entries(tensors: Batch, name: str, lengths: Sequence[int]) -> list[np.ndarray]:
     """The entries of each row at its response tokens."""
     stored = column(tensors, name)
-    rows = stored.rows() if isinstance(stored, Ragged) else stored
-    return [row[:length].numpy() for row, length in zip(rows, lengths)]
+    if isinstance(stored, Ragged):
+        values, starts = stored.values.numpy(), (stored.lengths.cumsum(0) - stored.lengths).tolist()
+        return [values[start : start + length] for start, length in zip(starts, lengths)]
+    return [row[:length] for row, length in zip(stored.numpy(), lengths)]

@@ -184,7 +184,7 @@ def test_a_conversation_in_the_browser(serve: Serve, open_page: OpenPage, tmp_pa
     assert tokens.get_attribute("aria-activedescendant") == "token-1"
     page.keyboard.press("End")
     assert "token 11" in details.inner_text() and "policy version 5" in details.inner_text()
-    page.locator("[role=listbox] .token").nth(CONTEXT[0]).hover()
+    page.locator("[role=listbox] .token").nth(CONTEXT[1]).hover()
     assert "not written by the policy | not trained on" in details.inner_text()
     page.get_by_role("button", name="Least likely token").click()
     assert 'token 3: " 2"' in details.inner_text() and "log-prob -9" in details.inner_text()

@@ -384,7 +384,7 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     page.wait_for_selector("text=of step 5")
     page.reload()
     page.wait_for_selector("text=of step 5")
-    page.get_by_label("Newest step, and follow the run").click()
+    page.get_by_role("button", name="Newest").click()
     page.wait_for_selector("text=follows the run")
     assert page.locator("#rollouts article").count() == 0
     if width < 700:
@@ -398,7 +398,7 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     page.get_by_role("button", name="Search this step").click()
     page.wait_for_selector("text=1 prompts match")
     page.get_by_role("button", name="Clear filters").click()
-    page.get_by_label("Newest step, and follow the run").click()
+    page.get_by_role("button", name="Newest").click()
     page.wait_for_selector("text=Step 12:")
     dump_step(run / "rollouts", 13, 13, 5, 4)
     with open(run / "metrics.jsonl", "ab") as metrics:

@@ -226,7 +226,7 @@ def _of_phases(table: object) -> dict[str, float]:
     if not isinstance(table, dict):
         return {}
     return {
-        TIMERS.get(name, name).removeprefix(TIMING): value
+        (TIMERS.get(name) or name).removeprefix(TIMING): value
         for name, value in list(table.items())[:200]
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     }

@@ -291,8 +291,11 @@
       page.turns.length > 1 ? button("Next turn", () => open((page.turns.find(([begin]) => begin > current) || page.turns[0])[0])) : null,
     ];
     const placeOf = (element) => (element.parentNode === list ? Number(element.id.replace("token-", "")) - page.begin : -1);
-    list.addEventListener("mousemove", (event) => {
-      if (!event.movementX && !event.movementY) return; // the tokens moved, not the mouse
+    let pointer = "";
+    section.addEventListener("mousemove", (event) => {
+      const at = `${event.clientX} ${event.clientY}`;
+      if (at === pointer) return; // the tokens moved, not the mouse
+      pointer = at;
       const place = placeOf(event.target);
       if (place >= 0) details.textContent = describe(place);
     });

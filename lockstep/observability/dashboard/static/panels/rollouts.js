@@ -73,9 +73,9 @@ Lockstep.panel({
     const stepInput = el("input", { type: "number", min: 0, "aria-label": "Step", onchange: () => steps().length && goTo(placeOf(Number(stepInput.value))) });
     const slider = el("input", { type: "range", min: 0, step: 1, "aria-label": "Step by slider", onchange: () => goTo(Number(slider.value)) });
     slider.addEventListener("input", () => (stepInput.value = steps()[Number(slider.value)]));
-    const button = (label, name, action) => el("button", { type: "button", "aria-label": name, title: name, onclick: action }, label);
-    const previous = button("◀", "Previous step", () => goTo(placeOf(step()) - 1));
-    const next = button("▶", "Next step", () => goTo(placeOf(step()) + 1));
+    const button = (label, title, action, name) => el("button", { type: "button", "aria-label": name, title, onclick: action }, label);
+    const previous = button("◀", "Previous step", () => goTo(placeOf(step()) - 1), "Previous step");
+    const next = button("▶", "Next step", () => goTo(placeOf(step()) + 1), "Next step");
     const last = button("Newest", "Newest step, and follow the run", () => change({ step: undefined }));
     const following = el("span", { class: "muted", role: "status" });
     const reset = button("Clear filters", "Clear filters", () => {
