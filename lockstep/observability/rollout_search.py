@@ -47,7 +47,9 @@ class TextSearch:
 
     def _hit(self, line: bytes) -> Hit | None:
         row = parse_row(line)
-        for column, name in COLUMNS.items() if row is not None else ():
+        if row is None:
+            return None
+        for column, name in COLUMNS.items():
             text = text_in(row, column)
             if match := self._pattern.search(text):
                 begin = max(0, match.start() - AROUND)

@@ -96,8 +96,8 @@ class PromptIndex:
             f"SELECT {columns} FROM groups WHERE prompt = ? AND kind = ? ORDER BY step, number", prompt, kind
         )
         by_step: dict[int, list[tuple[int, GroupStats]]] = {}
-        for step, number, *numbers in rows:
-            stats = GroupStats(*(math.nan if value is None else value for value in numbers))
+        for step, number, n, *numbers in rows:
+            stats = GroupStats(n, *(math.nan if value is None else value for value in numbers))
             by_step.setdefault(step, []).append((number, stats))
         return [
             (step, groups[0][0], _joined([stats for _, stats in groups])) for step, groups in sorted(by_step.items())

@@ -76,7 +76,7 @@ class RolloutStore:
         files = self.files(kind)
         if not files:
             raise ValueError(self.why_none(kind) or "the dumps were deleted")
-        chosen = next(reversed(files)) if step is None else step
+        chosen = max(files) if step is None else step
         if chosen not in files:
             raise ValueError(f"step {chosen} has no dump: there are {len(files):,}, from {min(files)} to {max(files)}")
         return chosen, self._table(files[chosen])

@@ -223,7 +223,7 @@ def search(request: ApiRequest) -> dict[str, Any]:
     text_search = TextSearch(request.text("text"))
     files = store.files(kind)
     before = request.number("before", 2**53)
-    steps = [step for step in reversed(files) if step < before]
+    steps = [step for step in sorted(files, reverse=True) if step < before]
     begin = request.number("line", 0), request.number("offset", 0)
     deadline = time.monotonic() + SEARCH_S
     hits: list[dict[str, Any]] = []
