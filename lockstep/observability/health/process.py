@@ -33,7 +33,7 @@ def state_of(run: RunView) -> State:
     status = run.status or {}
     state = status.get("state")
     if state in ("finished", "stopped", "failed"):
-        return state  # type: ignore[no-any-return]
+        return state
     written = number(status.get("time"))
     if state != "running" or written is None:
         return "unknown"
