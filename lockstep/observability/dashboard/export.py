@@ -23,7 +23,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 """The file asks for nothing outside itself, whatever the texts of the run are."""
 SERVED_ONLY = '    <script src="static/panels/talk.js"></script>\n'
 """A panel that needs the server."""
-SCRIPT = re.compile(r'<script src="([^"]+)"></script>')
+SCRIPT = re.compile(r'<script src="([^"]+)"[^>]*></script>')
 STYLE = re.compile(r'<link rel="stylesheet" href="([^"]+)" />')
 
 

@@ -76,8 +76,12 @@ const Lockstep = {
     return String(text).replaceAll("&", "&amp;").replaceAll("<", "&lt;");
   },
 
+  /** Resolved when plotly is there. It is large: the page is built without waiting for it. */
+  plotly: new Promise((resolve) => (window.Plotly ? resolve() : document.getElementById("plotly").addEventListener("load", resolve))),
+
   /** A plotly chart with the page's colours. traces, layout: plotly's. */
-  chart(element, traces, layout = {}) {
+  async chart(element, traces, layout = {}) {
+    await Lockstep.plotly;
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
     const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), linecolor: colour("--line") };
@@ -91,5 +95,10 @@ const Lockstep = {
     };
     const merged = { ...base, ...layout, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis } };
     return Plotly.react(element, traces, merged, { displaylogo: false, responsive: true });
+  },
+
+  /** Free what a chart holds, when its panel is left. */
+  purge(element) {
+    if (window.Plotly) Plotly.purge(element);
   },
 };

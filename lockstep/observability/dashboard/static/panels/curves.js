@@ -147,22 +147,22 @@
         const curves = await Promise.all(runs.map(async (run) => [run, await api("/api/curve", { run, metric: this.metric })]));
         if (asked !== this.asked) return;
         this.curves = curves;
-        this.draw(options);
+        await this.draw(options);
         if (!/^val-.*\/mean@\d+$/.test(this.metric)) return;
         const bands = await Promise.all(runs.map((run) => api("/api/band", { run, metric: this.metric }).catch(() => null)));
         if (asked !== this.asked) return;
         this.bands = bands;
-        this.draw(options);
+        await this.draw(options);
       } catch (error) {
         if (asked === this.asked) this.note.replaceChildren(Lockstep.problem(error));
       }
     }
 
-    draw(options) {
+    async draw(options) {
       if (!this.curves.length) return;
       const known = this.curves.filter(([, curve]) => curve[options.axis]);
       const all = known.flatMap(([run, curve]) => traces(run, options.runs.indexOf(run), curve, this.bands?.[options.runs.indexOf(run)], options));
-      Lockstep.chart(this.chart, all, {
+      const drawn = Lockstep.chart(this.chart, all, {
         margin: { l: 56, r: 12, t: 8, b: 40 },
         showlegend: this.curves.length > 1,
         uirevision: `${options.axis} ${options.log}`, // the zoom stays while these do
@@ -171,6 +171,7 @@
       });
       const prompts = Math.max(0, ...(this.bands || []).flatMap((band) => (band ? band.prompts : [])));
       this.note.textContent = [note(this.curves, options), prompts ? `band: 95 % confidence over ${number(prompts)} prompts` : ""].filter(Boolean).join("; ");
+      await drawn;
       if (this.chart.dataset.synchronised) return;
       this.chart.dataset.synchronised = "yes";
       const tell = (name) => (detail) => this.element.dispatchEvent(new CustomEvent(name, { bubbles: true, detail }));
@@ -181,7 +182,7 @@
 
     forget() {
       this.asked += 1;
-      Plotly.purge(this.chart);
+      Lockstep.purge(this.chart);
     }
   }
 

@@ -178,7 +178,7 @@
         ended = true;
         clearInterval(timer);
         clearTimeout(waiting);
-        for (const figure of curves.querySelectorAll("[data-metric]")) Plotly.purge(figure);
+        for (const figure of curves.querySelectorAll("[data-metric]")) Lockstep.purge(figure);
       };
     },
   });

@@ -334,7 +334,7 @@ Lockstep.panel({
       let isDrawn = false;
       ends.push(() => {
         clearTimeout(timer);
-        if (isDrawn) Plotly.purge(figure);
+        if (isDrawn) Lockstep.purge(figure);
       });
       const openStep = (place, history) => change({ step: history.step[place], group: history.group[place] });
       async function draw() {

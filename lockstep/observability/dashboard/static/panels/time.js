@@ -304,7 +304,7 @@ Lockstep.panel({
     await Promise.all([drawStep(following ? undefined : context.params.step), drawRun(), drawMemory()]);
     return () => {
       window.removeEventListener("resize", resized);
-      charts.forEach((each) => Plotly.purge(each));
+      charts.forEach((each) => Lockstep.purge(each));
     };
   },
 });
