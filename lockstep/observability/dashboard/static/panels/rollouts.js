@@ -293,12 +293,12 @@ Lockstep.panel({
         el("dl", {}, fact("Expected answer", cutText(group.expected)), fact("Data source", group.data_source), fact("Row of the data", group.index)),
         el("div", { class: "responses", role: "region", tabindex: 0, "aria-label": "Responses side by side" }, group.responses.map((each, place) => responseOf(each, page * group.per_page + place + 1, low, high))),
         el(
-            "div",
-            { class: "controls", hidden: pages < 2 },
-            el("button", { type: "button", disabled: page === 0, onclick: () => turn(page - 1) }, "Previous responses"),
-            `Responses ${page * group.per_page + 1} to ${page * group.per_page + group.responses.length} of ${number(group.stats.n)}`,
-            el("button", { type: "button", disabled: page >= pages - 1, onclick: () => turn(page + 1) }, "Next responses"),
-          ),
+          "div",
+          { class: "controls", hidden: pages < 2 },
+          el("button", { type: "button", disabled: page === 0, onclick: () => turn(page - 1) }, "Previous responses"),
+          `Responses ${page * group.per_page + 1} to ${page * group.per_page + group.responses.length} of ${number(group.stats.n)}`,
+          el("button", { type: "button", disabled: page >= pages - 1, onclick: () => turn(page + 1) }, "Next responses"),
+        ),
         story,
       );
       showHistory(story, group.key, ends, isOpen);
