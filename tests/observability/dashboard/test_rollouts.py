@@ -379,6 +379,7 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
         .startswith("#/conversation?run=run")
     )
     page.wait_for_selector("#rollouts .history .main-svg")
+    assert "false" not in page.locator("#rollouts .group").inner_text()
     page.get_by_text("As a table").click()
     page.get_by_role("button", name="Step 5", exact=True).click()
     page.wait_for_selector("text=of step 5")

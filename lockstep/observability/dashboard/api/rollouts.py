@@ -56,7 +56,7 @@ NOT_EXTRAS |= {"data_source", "reward_failed", "non_finite"}
 def dumps(request: ApiRequest) -> dict[str, Any]:
     """The steps that have dumps, or in words why there are none."""
     store = request.run().rollouts
-    answer = {}
+    answer: dict[str, Any] = {}
     for kind in KINDS:
         why = store.why_none(kind)
         answer[kind] = {"steps": [] if why else list(store.files(kind)), "why": why}
@@ -337,7 +337,7 @@ def spread(steps: list[int]) -> list[int]:
 
 
 def with_steps(steps: Mapping[Kind, list[int]], answer: dict[str, Any]) -> dict[str, Any]:
-    return {kind: found | {"steps": steps[kind]} for kind, found in answer.items()}
+    return {kind: answer[kind] | {"steps": found} for kind, found in steps.items()}
 
 
 ROUTES: dict[str, Api] = {

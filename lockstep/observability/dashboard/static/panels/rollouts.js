@@ -292,14 +292,13 @@ Lockstep.panel({
         el("pre", { class: "text", tabindex: 0, "aria-label": "Prompt" }, cutText(group.prompt)),
         el("dl", {}, fact("Expected answer", cutText(group.expected)), fact("Data source", group.data_source), fact("Row of the data", group.index)),
         el("div", { class: "responses", role: "region", tabindex: 0, "aria-label": "Responses side by side" }, group.responses.map((each, place) => responseOf(each, page * group.per_page + place + 1, low, high))),
-        pages > 1 &&
-          el(
-            "div",
-            { class: "controls" },
-            el("button", { type: "button", disabled: page === 0, onclick: () => turn(page - 1) }, "Previous responses"),
-            `Responses ${page * group.per_page + 1} to ${page * group.per_page + group.responses.length} of ${number(group.stats.n)}`,
-            el("button", { type: "button", disabled: page >= pages - 1, onclick: () => turn(page + 1) }, "Next responses"),
-          ),
+        el(
+          "div",
+          { class: "controls", hidden: pages < 2 },
+          el("button", { type: "button", disabled: page === 0, onclick: () => turn(page - 1) }, "Previous responses"),
+          `Responses ${page * group.per_page + 1} to ${page * group.per_page + group.responses.length} of ${number(group.stats.n)}`,
+          el("button", { type: "button", disabled: page >= pages - 1, onclick: () => turn(page + 1) }, "Next responses"),
+        ),
         story,
       );
       showHistory(story, group.key, ends, isOpen);
@@ -352,8 +351,8 @@ Lockstep.panel({
         if (!isComplete && !window.RECORDED) timer = setTimeout(draw, 2000);
         figure.hidden = table.hidden = !history.step.length;
         if (!history.step.length) return;
-        const trace = (name, values) => ({ x: history.step, y: values, name, mode: "lines+markers", marker: { size: 6 } });
-        await chart(figure, [trace("pass rate", history.pass_rate), trace("mean score", history.mean)], { height: 220, margin: { l: 48, r: 12, t: 8, b: 36 }, xaxis: { title: { text: "step" } } });
+        const trace = (name, values, more) => ({ x: history.step, y: values, name, mode: "lines+markers", marker: { size: 6 }, ...more });
+        await chart(figure, [trace("pass rate", history.pass_rate), trace("mean score", history.mean, { marker: { size: 11, symbol: "circle-open" }, line: { dash: "dot" } })], { height: 220, margin: { l: 48, r: 12, t: 8, b: 36 }, xaxis: { title: { text: "step" } } });
         if (!isDrawn) figure.on("plotly_click", (event) => openStep(event.points[0].pointIndex, figure.history));
         isDrawn = true;
         figure.history = history;
