@@ -178,9 +178,10 @@ def test_a_step_is_told_to_every_page(tmp_path: Path) -> None:
         with open(run / "metrics.jsonl", "ab") as metrics:
             metrics.write(b'{"step": 3, "x": 1}\n')
         for page in pages:
+            page.settimeout(30)
             received = b""
-            while b'"step": 3' not in received:
-                received += page.recv(4096)
+            while b'"step":3' not in received:
+                received += page.recv(4096) or pytest.fail(f"the connection was closed after {received!r}")
             page.close()
 
 
