@@ -241,7 +241,8 @@ def _lines_at_end(path: Path) -> list[Line]:
 
 
 def _merged(lines: Iterable[Line]) -> tuple[int, dict[str, float]]:
-    step, metrics = 0, {}
+    step = 0
+    metrics: dict[str, float] = {}
     for line in lines:
         step = line.step
         metrics |= dict(zip(line.names, line.values))

@@ -58,13 +58,15 @@ def test_access(serve: Serve, tmp_path: Path) -> None:
     assert status_of(f"{guarded}/api/runs?token=secret") == 200
 
 
-def test_every_block_of_the_style_is_closed() -> None:
-    """Parts of several panels are in one file: a lost brace puts all that follow inside a block."""
+@pytest.mark.parametrize("file", sorted(STATIC.rglob("*.css")), ids=lambda file: file.name)
+def test_every_block_of_a_style_is_closed(file: Path) -> None:
+    text = re.sub(r"/\*.*?\*/", "", file.read_text(), flags=re.S)
     depth = 0
-    for line in re.sub(r"/\*.*?\*/", "/**/", (STATIC / "style.css").read_text(), flags=re.S).splitlines():
-        assert depth == 0 or not re.match(r"\S.*{$", line), line
-        depth += line.count("{") - line.count("}")
+    for brace in re.findall(r"[{}]", text):
+        depth += 1 if brace == "{" else -1
+        assert depth >= 0
     assert depth == 0
+    assert f'href="{file.relative_to(STATIC.parent)}"' in (STATIC / "index.html").read_text()
 
 
 @pytest.mark.slow
