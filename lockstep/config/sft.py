@@ -109,7 +109,7 @@ class SupervisedTrainerConfig:
     is always written."""
     dashboard: bool = False
     """Serve the run as a page (docs/dashboard.md) while it trains, to browsers on the controller's machine."""
-    dashboard_port: PortNumber = 8265
+    dashboard_port: PortNumber = 8420
     """Port of that page; the next free one is used if it is taken, and 0 uses any."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Training device; auto uses GPUs if there are any."""

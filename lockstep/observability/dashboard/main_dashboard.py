@@ -153,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"a run's folder, or a folder of runs; default: {DEFAULT_FOLDER}",
     )
     add("--host", default="127.0.0.1", help="address; default: %(default)s. Others than loopback need a token")
-    add("--port", type=int, default=8265, help="0 takes a free one; default: %(default)s")
+    add("--port", type=int, default=8420, help="0 takes a free one; default: %(default)s")
     add("--token", help=f"what the browser must send once as ?token=; default: the variable {TOKEN_VARIABLE}")
     add("--parent", type=int, help=argparse.SUPPRESS)  # `trainer.dashboard`: the process that starts this one
     add("--export", type=Path, metavar="FILE", help="write one page with what there is now, to send; nothing is served")
