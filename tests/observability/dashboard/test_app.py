@@ -74,4 +74,34 @@ def test_the_page_opens(serve: Serve, open_page: OpenPage, tmp_path: Path) -> No
     make_run(tmp_path / "first", steps=5)
     page = open_page(serve(tmp_path))
     page.wait_for_selector(".panel .js-plotly-plot")
-    assert page.title() == "Lockstep"
+    assert page.title() == "Health: first – Lockstep"
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_exist_is_said(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
+    make_run(tmp_path / "first", steps=2)
+    page = open_page(f"{serve(tmp_path)}/#/curves?run=other")
+    page.get_by_text("There is no run “other”").wait_for()
+    page.get_by_label("Run").select_option("first")
+    page.wait_for_selector("#curves .js-plotly-plot")
+
+
+@pytest.mark.slow
+def test_a_new_run_leaves_the_panel_as_it_is(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
+    make_run(tmp_path / "first", steps=2)
+    page = open_page(f"{serve(tmp_path)}/#/curves?run=first")
+    page.wait_for_selector("#curves .js-plotly-plot")
+    page.evaluate("document.querySelector('#curves').dataset.kept = 'yes'")
+    make_run(tmp_path / "second", steps=2)
+    page.wait_for_selector("#run option[value=second]", state="attached")
+    assert page.evaluate("document.querySelector('#curves').dataset.kept") == "yes"
+
+
+@pytest.mark.slow
+def test_the_skip_link_stays_on_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
+    make_run(tmp_path / "first", steps=2)
+    page = open_page(f"{serve(tmp_path)}/#/curves?run=first")
+    page.wait_for_selector("#curves .js-plotly-plot")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.url.endswith("#/curves?run=first") and page.evaluate("document.activeElement.id") == "main"

@@ -125,7 +125,7 @@ def test_the_token_leaves_the_address(serve: Serve, open_page: OpenPage, tmp_pat
     assert "secret" not in page.url and page.url.endswith("#/time?run=run")
     page.reload()
     page.wait_for_selector(".timeline .span")
-    page.get_by_text("live", exact=True).wait_for()
+    page.get_by_text("connected", exact=True).wait_for()
 
 
 # Many and bad clients

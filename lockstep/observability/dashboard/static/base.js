@@ -59,9 +59,12 @@ const Lockstep = {
 
   duration(seconds) {
     if (seconds === null || seconds === undefined) return "–";
-    if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`;
-    if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
-    return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+    if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
+    const whole = Math.round(seconds);
+    if (whole < 60) return `${whole} s`;
+    if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
+    const minutes = Math.round(seconds / 60);
+    return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
   },
 
   /** Text of a run with everything visible that would hide or reorder what is beside it: control and format characters, bidirectional marks. */
@@ -77,11 +80,22 @@ const Lockstep = {
   },
 
   /** Resolved when plotly is there. It is large: the page is built without waiting for it. */
-  plotly: new Promise((resolve) => (window.Plotly ? resolve() : document.getElementById("plotly").addEventListener("load", resolve))),
+  plotly: new Promise((resolve, reject) => {
+    if (window.Plotly) return resolve();
+    const script = document.getElementById("plotly");
+    script.addEventListener("load", resolve);
+    script.addEventListener("error", () => reject(new Error("the charts' script could not be loaded: reload the page")));
+  }),
 
   /** A plotly chart with the page's colours. traces, layout: plotly's. */
   async chart(element, traces, layout = {}) {
-    await Lockstep.plotly;
+    try {
+      await Lockstep.plotly;
+    } catch (error) {
+      element.replaceChildren(Lockstep.problem(error));
+      return;
+    }
+    if (!element.isConnected) return; // its panel was left meanwhile
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(name).trim();
     const axis = { gridcolor: colour("--line"), zerolinecolor: colour("--line"), linecolor: colour("--line") };
@@ -94,7 +108,7 @@ const Lockstep = {
       hovermode: "x unified",
     };
     const merged = { ...base, ...layout, xaxis: { ...axis, ...layout.xaxis }, yaxis: { ...axis, ...layout.yaxis } };
-    return Plotly.react(element, traces, merged, { displaylogo: false, responsive: true });
+    return Plotly.react(element, traces, merged, { displayModeBar: false, responsive: true });
   },
 
   /** Free what a chart holds, when its panel is left. */

@@ -73,6 +73,7 @@ function timelineChart(chart, data, { tell = () => {}, ctrlKey = false } = {}) {
   }
 
   function zoom(factor, share = 0.5) {
+    if (factor < 1 && view[1] - view[0] < 10) return; // microseconds
     const at = view[0] + share * (view[1] - view[0]);
     view = [at - (at - view[0]) * factor, at + (view[1] - at) * factor];
     redraw();

@@ -31,27 +31,31 @@
     ["rollout_is_weights", "importance weight"],
   ];
 
+  /** As the server counts them: an emoji is one, and not two units of UTF-16. */
+  const characters = (text) => [...text];
+
   /** A text of the run, of which the middle may have to be fetched. */
   function textBlock(cut, fetchPage) {
     const block = el("pre", { class: "text", tabIndex: cut.length > 2000 ? 0 : -1 });
     block.append(visible(cut.text));
     const tail = cut.tail || "";
-    let shown = cut.text.length;
-    if (shown + tail.length >= cut.length) {
+    const tailLength = characters(tail).length;
+    let shown = characters(cut.text).length;
+    if (shown + tailLength >= cut.length) {
       block.append(visible(tail));
       return block;
     }
-    const label = () => `… ${number(cut.length - tail.length - shown)} of ${number(cut.length)} characters are left out: show more …`;
+    const label = () => `… ${number(cut.length - tailLength - shown)} of ${number(cut.length)} characters are left out: show more …`;
     const more = el("button", { type: "button" }, label());
     const failed = el("span", { class: "problem", role: "status" });
     more.addEventListener("click", async () => {
       more.disabled = true;
       try {
         const page = await fetchPage(cut.place, shown);
-        const text = page.text.slice(0, cut.length - tail.length - shown);
+        const text = characters(page.text).slice(0, cut.length - tailLength - shown);
         shown += text.length;
-        more.before(visible(text));
-        if (!text.length || shown + tail.length >= cut.length) more.remove();
+        more.before(visible(text.join("")));
+        if (!text.length || shown + tailLength >= cut.length) more.remove();
         else more.textContent = label();
       } catch (error) {
         failed.textContent = ` ${error.message}`;

@@ -28,21 +28,11 @@
   function smoothed(curve, axis, window) {
     const source = curve.means || curve;
     const x = source[axis] || [];
-    const y = [];
-    let sum = 0;
-    let count = 0;
     let first = 0;
-    source.value.forEach((value, index) => {
-      if (value !== null) {
-        sum += value;
-        count += 1;
-      }
-      for (; source.step[first] <= source.step[index] - window && first < index; first++) {
-        if (source.value[first] === null) continue;
-        sum -= source.value[first];
-        count -= 1;
-      }
-      y.push(count ? sum / count : null);
+    const y = source.value.map((_, index) => {
+      while (source.step[first] <= source.step[index] - window && first < index) first++;
+      const values = source.value.slice(first, index + 1).filter((value) => value !== null);
+      return values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null; // not a running sum: a spike would stay in it
     });
     return { x, y };
   }
@@ -250,7 +240,7 @@
       if (first.status === "rejected") throw first.reason;
       if (!known.size) {
         main.append(el("p", {}, "This run has no metrics yet."));
-        context.onChange((change) => change.run === context.run && context.go("curves", { again: String(change.step) }));
+        context.onChange((change) => change.run === context.run && context.reload());
         return null;
       }
       const mains = () => [...known.values()].filter((metric) => metric.main !== null).sort((a, b) => a.main - b.main).map((metric) => metric.name);
@@ -284,7 +274,13 @@
         for (const figure of figures) observer.observe(figure.element);
       }
       const redraw = () => figures.forEach((figure) => figure.draw(options));
-      function reload() {
+      async function reload() {
+        const before = known.size;
+        await Promise.allSettled(runs.map(learn));
+        if (known.size > before) {
+          buildPickers();
+          build(); // metrics that the run did not have before, such as the first validation's
+        }
         for (const figure of figures) {
           figure.stale = true;
           figure.load(runs, options);

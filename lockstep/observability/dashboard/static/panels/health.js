@@ -82,7 +82,10 @@
   }
 
   function showFindings(section, found, run) {
-    const none = el("p", {}, "Nothing that a rule knows of. ", docs("metrics.md#what-to-watch"), " says what to watch.");
+    const words = JSON.stringify(found);
+    if (section.dataset.shown === words) return; // focus and selection stay
+    section.dataset.shown = words;
+    const none = el("p", {}, "No problems found. ", docs("metrics.md#what-to-watch"), " says what to watch.");
     section.replaceChildren(
       el("h2", {}, found.length ? `Findings (${found.length})` : "Findings"),
       found.length
@@ -96,7 +99,7 @@
                 el("h3", {}, el("span", { class: "severity" }, SEVERITIES[finding.severity]), " ", finding.title),
                 el("p", {}, finding.text),
                 evidence(finding, run),
-                el("p", {}, el("strong", {}, "Try: "), finding.advice),
+                el("p", {}, el("strong", {}, "Try: "), Lockstep.prose(finding.advice)),
                 el("p", { class: "muted" }, "More: ", docs(finding.docs)),
               ),
             ),

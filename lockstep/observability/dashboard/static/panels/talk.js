@@ -21,7 +21,7 @@
           el("p", {}, "This run has no checkpoint yet: trainer.save_freq says after how many steps one is saved."),
         );
         context.onChange(async (change) => {
-          if (change.run === run && (await api("/api/talk", { run })).checkpoints.length) context.go("talk");
+          if (change.run === run && (await api("/api/talk", { run })).checkpoints.length) context.reload();
         });
         return null;
       }
@@ -29,6 +29,7 @@
       const turns = conversations.get(run);
       let server = first.server;
       let timer = 0;
+      let isLeft = false;
       let answering = null; // an AbortController while an answer is streamed
 
       const checkpoint = el("select", {});
@@ -48,7 +49,7 @@
       const maxTokens = setting("Max tokens", 256, 1, 32768, 1);
       const system = el("textarea", { rows: 2, "aria-label": "System message" });
       const transcript = el("div", { class: "transcript", role: "log", "aria-label": "Conversation", "aria-live": "polite" });
-      const message = el("textarea", { rows: 3, id: "message", placeholder: "Enter sends, Shift+Enter begins a line" });
+      const message = el("textarea", { rows: 3, id: "message", placeholder: "Enter to send, Shift+Enter for a new line" });
       const send = el("button", { type: "submit" }, "Send");
       const halt = el("button", { type: "button", onclick: () => answering && answering.abort() }, "Stop");
       const repeat = el("button", { type: "button", onclick: () => ask(turns[turns.length - 1]) }, "Ask again");
@@ -72,7 +73,7 @@
         el(
           "p",
           { class: "muted" },
-          "“Ask again” puts another answer beside the last one: load another checkpoint before, to compare two. ",
+          "“Ask again” puts another answer beside the last one: to compare two checkpoints, load the other one first. ",
           "One checkpoint is in memory at a time, with low priority.",
         ),
       );
@@ -109,6 +110,7 @@
         halt.disabled = !answering;
         clear.disabled = Boolean(answering) || !turns.length;
         clearTimeout(timer);
+        if (isLeft) return;
         if (loading || ready) timer = setTimeout(poll, loading ? 700 : 5000);
       }
 
@@ -117,6 +119,7 @@
           server = (await api("/api/talk", { run })).server;
         } catch (error) {
           state.textContent = error.message;
+          if (!isLeft) timer = setTimeout(poll, 5000);
           return;
         }
         update();
@@ -268,6 +271,7 @@
       draw();
       update();
       return () => {
+        isLeft = true;
         clearTimeout(timer);
         if (answering) answering.abort();
       };

@@ -11,13 +11,14 @@ Lockstep.panel({
     let following = !context.params.step;
     let unit = context.params.unit === "seconds" ? "seconds" : "share";
     let drawn = null; // the timeline
+    let asked = 0; // counts calls of drawStep: only the newest may draw
     let shown = null; // its data
 
     // One step by worker
     const stepInput = el("input", { type: "number", min: 0, id: "step", class: "step" });
     const ranksInput = el("input", { type: "text", id: "ranks", size: 12, placeholder: "all, or 0-7,16", value: context.params.ranks || "" });
-    const earlier = el("button", { type: "button", onclick: () => go(shown.previous) }, "Earlier");
-    const later = el("button", { type: "button", onclick: () => go(shown.next) }, "Later");
+    const earlier = el("button", { type: "button", disabled: true, onclick: () => go(shown.previous) }, "Earlier");
+    const later = el("button", { type: "button", disabled: true, onclick: () => go(shown.next) }, "Later");
     const follow = el("input", { type: "checkbox", checked: following });
     const note = el("p", { class: "muted" });
     const told = el("p", { role: "status" });
@@ -52,13 +53,15 @@ Lockstep.panel({
     );
 
     async function drawStep(step) {
+      const own = ++asked;
       let data;
       try {
         data = await api("/api/timeline", { run, step, ranks: ranksInput.value.trim() || undefined });
       } catch (error) {
-        stepProblem.replaceChildren(Lockstep.problem(error));
+        if (own === asked) stepProblem.replaceChildren(Lockstep.problem(error));
         return;
       }
+      if (own !== asked) return; // another step was chosen meanwhile
       stepProblem.replaceChildren();
       const anew = !shown || shown.step !== data.step || shown.num_spans !== data.spans.length || shown.ranks !== ranksInput.value;
       shown = { ...data, num_spans: data.spans.length, ranks: ranksInput.value };
