@@ -271,6 +271,13 @@ def found_in_all_steps(get: Get, text: str) -> list[tuple[int, int]]:
     return found
 
 
+def test_search_finds_tool_messages(tmp_path: Path) -> None:
+    messages = [{"role": "tool", "content": "31 degrees"}]
+    get = getter(run_with(tmp_path / "run", row("a", 1.0), row("b", 0.0, messages=messages)))
+    assert get("/api/search", text="31 DEG")["hits"][0]["column"] == "tool message"
+    assert [item["row"] for item in get("/api/rollouts", view="rows", text="31 deg")["items"]] == [1]
+
+
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     script = "<script>alert(1)</script>\x00\u2028"
     odd = b'{"input": "bytes \xff", "output": "\\ud800", "uid": "z", "score": 1, "<b>": "<i>"}\n'
@@ -390,9 +397,11 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     assert page.locator("#rollouts article").count() == 0
     if width < 700:
         page.get_by_text("Filters and search").click()
-    page.get_by_label("Text in prompt or answer").fill("WHAT IS 7 + 7")
+    page.get_by_label("Text in prompt, answer or messages").fill("WHAT IS 7 + 7")
     page.get_by_role("button", name="Search all steps").click()
-    page.wait_for_selector("text=searched 12 of 12 steps, all of them")
+    page.wait_for_selector(
+        "text=searched 12 of 12 steps of training, all of them. Samples of validation are searched separately."
+    )
     page.get_by_role("button", name="Step 3, row 28").click()
     page.wait_for_selector("text=Group 8 of step 3")
     page.get_by_role("button", name="Close group").click()

@@ -69,7 +69,7 @@ Lockstep.panel({
     const stop = choice("Stop reason", "stop", { "": "any" });
     const variance = choice("Scores of a group", "variance", { "": "any", nonzero: "differ", zero: "all equal" });
     const problem = choice("Problem", "problem", { "": "any or none", tool_error: "tool error", reward_failed: "reward failed" });
-    const text = el("input", { type: "search", name: "text", value: state.text ?? "", size: 24, maxLength: 500, "aria-label": "Text in prompt or answer", placeholder: "text in prompt or answer" });
+    const text = el("input", { type: "search", name: "text", value: state.text ?? "", size: 24, maxLength: 500, "aria-label": "Text in prompt, answer or messages", placeholder: "text in prompt, answer or messages" });
     const stepInput = el("input", { type: "number", min: 0, "aria-label": "Step", onchange: () => steps().length && goTo(placeOf(Number(stepInput.value))) });
     const slider = el("input", { type: "range", min: 0, step: 1, "aria-label": "Step by slider", onchange: () => goTo(Number(slider.value)) });
     slider.addEventListener("input", () => (stepInput.value = steps()[Number(slider.value)]));
@@ -381,12 +381,14 @@ Lockstep.panel({
       const own = ++searched;
       found.hidden = !wanted;
       if (!wanted) return;
+      const { kind } = state;
+      const other = kind === "train" ? "validation" : "train";
       const note = el("p", { role: "status" });
       const rows = el("tbody");
       const more = el("button", { type: "button" }, "Search on");
       const stopper = el("button", { type: "button", onclick: () => ((searched += 1), (found.hidden = true)) }, "Close results");
       found.replaceChildren(
-        el("h2", {}, `“${wanted}” in all steps`),
+        el("h2", {}, `“${wanted}” in all steps of ${KINDS[kind]}`),
         note,
         el("div", { class: "scroll results", tabindex: 0, role: "region", "aria-label": "Hits" }, el("table", {}, head("Step", "Score", "In", "Text"), rows)),
         el("div", { class: "controls" }, more, stopper),
@@ -398,15 +400,17 @@ Lockstep.panel({
         while (cursor !== null && count < before + 50) {
           let answer;
           try {
-            answer = await api("/api/search", { run: context.run, kind: state.kind, text: wanted, ...cursor });
+            answer = await api("/api/search", { run: context.run, kind, text: wanted, ...cursor });
           } catch (error) {
             note.textContent = String(error.message);
             return;
           }
           if (own !== searched || !found.isConnected) return;
           count += answer.hits.length;
-          rows.append(...answer.hits.map(hitRow));
-          note.textContent = `${number(count)} found; searched ${number(answer.num_steps - answer.num_left)} of ${number(answer.num_steps)} steps${answer.next ? "" : ", all of them"}.`;
+          rows.append(...answer.hits.map((hit) => hitRow(hit, kind)));
+          note.textContent =
+            `${number(count)} found; searched ${number(answer.num_steps - answer.num_left)} of ${number(answer.num_steps)} steps of ${KINDS[kind]}${answer.next ? "" : ", all of them"}.` +
+            (dumps[other].steps.length ? ` Samples of ${KINDS[other]} are searched separately.` : "");
           cursor = answer.next;
         }
         more.hidden = cursor === null;
@@ -414,11 +418,11 @@ Lockstep.panel({
       }
       go({});
     }
-    function hitRow(hit) {
+    function hitRow(hit, kind) {
       return el(
         "tr",
         {},
-        el("td", {}, el("button", { type: "button", onclick: () => change({ step: hit.step, row: hit.row }) }, `Step ${hit.step}, row ${hit.row}`)),
+        el("td", {}, el("button", { type: "button", onclick: () => change({ kind, step: hit.step, row: hit.row }) }, `Step ${hit.step}, row ${hit.row}`)),
         el("td", {}, number(hit.score, 3)),
         el("td", {}, hit.column),
         el("td", { class: "wide" }, hit.excerpt),
