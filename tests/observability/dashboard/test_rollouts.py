@@ -397,6 +397,8 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     assert page.locator("#rollouts article").count() == 0
     if width < 700:
         page.get_by_text("Filters and search").click()
+    page.get_by_role("button", name="Search all steps").click()
+    page.wait_for_selector("[role=status]:text('Type a text to search for.')")
     page.get_by_label("Text in prompt, answer or messages").fill("WHAT IS 7 + 7")
     page.get_by_role("button", name="Search all steps").click()
     page.wait_for_selector(

@@ -379,8 +379,12 @@ Lockstep.panel({
     let searched = 0;
     function searchSteps(wanted) {
       const own = ++searched;
-      found.hidden = !wanted;
-      if (!wanted) return;
+      found.hidden = false;
+      if (!wanted) {
+        found.replaceChildren(el("p", { role: "status" }, "Type a text to search for."));
+        text.focus();
+        return;
+      }
       const { kind } = state;
       const other = kind === "train" ? "validation" : "train";
       const note = el("p", { role: "status" });
