@@ -409,7 +409,12 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     page.get_by_role("button", name="Close group").click()
     page.get_by_role("button", name="Search this step").click()
     page.wait_for_selector("text=1 prompts match")
+    page.get_by_label("Problem").select_option("tool_error")
+    page.wait_for_selector("text=Nothing matches")
     page.get_by_role("button", name="Clear filters").click()
+    page.wait_for_selector("#rollouts .opener")
+    assert page.get_by_label("Problem").input_value() == "" and "problem=" not in page.url
+    assert page.get_by_label("Results in all steps").count() == 0, "old results are closed"
     page.get_by_role("button", name="Newest").click()
     page.wait_for_selector("text=Step 12:")
     dump_step(run / "rollouts", 13, 13, 5, 4)

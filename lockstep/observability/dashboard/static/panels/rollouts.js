@@ -79,7 +79,8 @@ Lockstep.panel({
     const last = button("Newest", "Newest step, and follow the run", () => change({ step: undefined }));
     const following = el("span", { class: "muted", role: "status" });
     const reset = button("Clear filters", "Clear filters", () => {
-      for (const input of filters.querySelectorAll("input")) input.value = "";
+      for (const control of filters.querySelectorAll("input, select")) control.value = "";
+      closeResults();
       change({ ...Object.fromEntries(FILTERS.map((name) => [name, undefined])) });
     });
     const searchAll = button("Search all steps", "Search the text in all steps, newest first", () => searchSteps(text.value.trim()));
@@ -377,6 +378,10 @@ Lockstep.panel({
 
     // Search in all steps.
     let searched = 0;
+    function closeResults() {
+      searched += 1;
+      found.hidden = true;
+    }
     function searchSteps(wanted) {
       const own = ++searched;
       found.hidden = false;
@@ -390,7 +395,7 @@ Lockstep.panel({
       const note = el("p", { role: "status" });
       const rows = el("tbody");
       const more = el("button", { type: "button" }, "Search on");
-      const stopper = el("button", { type: "button", onclick: () => ((searched += 1), (found.hidden = true)) }, "Close results");
+      const stopper = el("button", { type: "button", onclick: closeResults }, "Close results");
       found.replaceChildren(
         el("h2", {}, `“${wanted}” in all steps of ${KINDS[kind]}`),
         note,
