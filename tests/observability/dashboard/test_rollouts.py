@@ -124,6 +124,17 @@ def test_filters(get: Get, filters: dict[str, Any], rows: list[int]) -> None:
     assert sum(item["num_matching"] for item in groups) == len(rows)
 
 
+def test_which_responses_of_a_group_match_and_pass(tmp_path: Path) -> None:
+    rows = [row("a", 1.0, acc=0.0, length=5), row("a", 0.2, acc=1.0, length=9), row("b", 1.0, acc=0.0, length=9)]
+    get = getter(run_with(tmp_path / "run", *rows))
+    answer = get("/api/rollouts", min_length=6)
+    assert answer["summary"]["has_acc"] and [item["stats"]["pass_rate"] for item in answer["items"]] == [0.5, 0.0]
+    assert [item["matches"] for item in answer["items"]] == [[False, True], [True]]
+    assert [item["passed"] for item in get("/api/rollouts", view="rows")["items"]] == [False, True, False]
+    (tmp_path / "run/dumps/3.jsonl").write_bytes(json_line(row("a", 1.0)))
+    assert not get("/api/rollouts")["summary"]["has_acc"]
+
+
 def test_wrong_parameters_are_refused_in_words(get: Get) -> None:
     for path, params, message in (
         ("/api/rollouts", {"sort": "colour"}, "sort='colour': must be one of file, reward"),
@@ -408,13 +419,16 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     page.wait_for_selector("text=Group 8 of step 3")
     page.get_by_role("button", name="Close group").click()
     page.get_by_role("button", name="Search this step").click()
+    assert page.get_by_role("columnheader", name="Passed").count() == 1
+    page.wait_for_selector("#rollouts .square.match")
+    assert page.locator("#rollouts .square.match").count() == 4
     page.wait_for_selector("text=1 prompts match")
     page.get_by_label("Problem").select_option("tool_error")
     page.wait_for_selector("text=Nothing matches")
     page.get_by_role("button", name="Clear filters").click()
     page.wait_for_selector("#rollouts .opener")
     assert page.get_by_label("Problem").input_value() == "" and "problem=" not in page.url
-    assert page.get_by_label("Results in all steps").count() == 0, "old results are closed"
+    assert page.get_by_label("Results in all steps").is_hidden()
     page.get_by_role("button", name="Newest").click()
     page.wait_for_selector("text=Step 12:")
     dump_step(run / "rollouts", 13, 13, 5, 4)

@@ -169,18 +169,20 @@ Lockstep.panel({
       if (summary.num_tool_errors) parts.push(`${number(summary.num_tool_errors)} with tool errors`);
       if (summary.num_reward_failed) parts.push(`scoring failed for ${number(summary.num_reward_failed)}`);
       if (summary.damaged) parts.push(`${number(summary.damaged)} damaged lines left out`);
-      if (FILTERS.some((name) => state[name])) parts.push(`${number(total)} ${state.view === "rows" ? "responses" : "prompts"} match`);
+      if (isFiltered()) parts.push(`${number(total)} ${state.view === "rows" ? "responses" : "prompts"} match`);
       facts.replaceChildren(`${parts.join(", ")}.`);
     }
 
     const whole = (value) => number(value === null ? null : Math.round(value));
     const percent = (share) => (share === null || share === undefined ? "–" : `${number(100 * share, 3)} %`);
     const head = (...names) => el("thead", {}, el("tr", {}, names.map((name) => el("th", { scope: "col" }, name))));
-    /** A score as a square: the fuller, the higher in this step. */
-    function square(score, low, high) {
+    /** A score as a square: the fuller, the higher in this step. matches: it is outlined, as one that the filters want. */
+    function square(score, low, high, matches = false) {
       const share = score === null ? 0 : high > low ? (score - low) / (high - low) : 1;
-      return el("span", { class: "square", style: `--share: ${Math.round(60 * share)}%` }, score === null ? "?" : number(score, 3));
+      const mark = matches ? el("span", { class: "unseen" }, " (matches)") : null;
+      return el("span", { class: `square ${matches ? "match" : ""}`, title: matches ? "matches the filters" : null, style: `--share: ${Math.round(60 * share)}%` }, score === null ? "?" : number(score, 3), mark);
     }
+    const isFiltered = () => FILTERS.some((name) => state[name]);
     function toggle(title, target, low, high) {
       const opener = el("button", { type: "button", class: "opener", "aria-expanded": "false", title: "Show the responses side by side" }, title || "(empty prompt)");
       opener.addEventListener("click", () => {
@@ -201,14 +203,15 @@ Lockstep.panel({
           {},
           el("td", {}, item.group),
           el("td", { class: "wide" }, toggle(item.prompt, item, low, high)),
-          el("td", { class: "squares" }, item.scores.map((score) => square(score, low, high)), item.stats.n > item.scores.length ? ` +${number(item.stats.n - item.scores.length)}` : null),
+          el("td", { class: "squares" }, item.scores.map((score, place) => square(score, low, high, isFiltered() && item.matches[place])), item.stats.n > item.scores.length ? ` +${number(item.stats.n - item.scores.length)}` : null),
+          summary.has_acc ? el("td", {}, percent(item.stats.pass_rate)) : null,
           el("td", {}, number(item.stats.mean, 3)),
           el("td", {}, number(item.stats.std, 3)),
           el("td", {}, whole(item.stats.length)),
           el("td", {}, percent(item.stats.cut)),
         ),
       );
-      const table = el("table", {}, el("caption", { class: "muted" }, "Prompts of the step; choose one to see its responses side by side."), head("#", "Prompt", "Scores", "Mean", "Spread", "Tokens", "Cut"));
+      const table = el("table", {}, el("caption", { class: "muted" }, `Prompts of the step; choose one to see its responses side by side.${isFiltered() ? " Scores of the responses that match are outlined." : ""}`), head("#", "Prompt", "Scores", ...(summary.has_acc ? ["Passed"] : []), "Mean", "Spread", "Tokens", "Cut"));
       return rows.length ? (table.append(el("tbody", {}, rows)), table) : nothing(summary);
     }
     function rowTable({ items, summary }, low, high) {
@@ -220,6 +223,7 @@ Lockstep.panel({
           el("td", { class: "wide" }, toggle(item.prompt, item, low, high)),
           el("td", { class: "wide" }, item.beginning ?? "(long: open it)"),
           el("td", {}, square(item.score, low, high)),
+          summary.has_acc ? el("td", {}, passed(item)) : null,
           el("td", {}, number(item.advantage, 3)),
           el("td", {}, number(item.length)),
           el("td", {}, ending(item)),
@@ -227,10 +231,11 @@ Lockstep.panel({
           el("td", {}, conversation(item.row)),
         ),
       );
-      const table = el("table", {}, el("caption", { class: "muted" }, "Responses of the step."), head("Row", "Prompt", "Answer", "Score", "Advantage", "Tokens", "Stop", "Turns", "Conversation"));
+      const table = el("table", {}, el("caption", { class: "muted" }, "Responses of the step."), head("Row", "Prompt", "Answer", "Score", ...(summary.has_acc ? ["Passed"] : []), "Advantage", "Tokens", "Stop", "Turns", "Conversation"));
       return rows.length ? (table.append(el("tbody", {}, rows)), table) : nothing(summary);
     }
     const nothing = (summary) => el("p", {}, summary.num_groups ? "Nothing matches: clear a filter." : "This step's file has no rows.");
+    const passed = (row) => (row.passed ? "✓ passed" : "✗ not");
     const ending = (row) => [{ length: "cut at the maximum length", stop: "stopped" }[row.finish_reason] ?? row.finish_reason ?? "–", row.reward_failed ? ", scoring failed" : ""].join("");
     const conversation = (row) =>
       el("a", { href: `#/conversation?${new URLSearchParams({ run: context.run, kind: state.kind, step: step(), row })}`, "aria-label": `Open conversation of row ${row}` }, "Open conversation");
@@ -260,7 +265,7 @@ Lockstep.panel({
     }
     function open(opener, wanted, low, high) {
       const body = el("div", { class: "group" }, "…");
-      const holder = opener ? el("tr", {}, el("td", { colspan: 9 }, body)) : body;
+      const holder = opener ? el("tr", {}, el("td", { colspan: 10 }, body)) : body;
       if (opener) opener.closest("tr").after(holder);
       else list.prepend(holder);
       if (opener) opener.setAttribute("aria-expanded", "true");
