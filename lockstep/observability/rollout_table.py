@@ -31,7 +31,7 @@ Stamp = tuple[int, int]
 
 
 class TableRow(NamedTuple):
-    """A response. line: in the file, from 0; group: number of its group; offset, size: its bytes in the file; acc: by the reward."""
+    """A response. line: in the file from 0; group: number of its group; offset, size: its bytes in the file; acc: by the reward."""
 
     line: int
     group: int
