@@ -422,7 +422,7 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     assert page.get_by_role("columnheader", name="Passed").count() == 1
     page.wait_for_selector("#rollouts .square.match")
     assert page.locator("#rollouts .square.match").count() == 4
-    page.wait_for_selector("text=1 prompts match")
+    page.wait_for_selector("text=1 prompt matches")
     page.get_by_label("Problem").select_option("tool_error")
     page.wait_for_selector("text=Nothing matches")
     page.get_by_role("button", name="Clear filters").click()
@@ -438,7 +438,7 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     page.get_by_label("Samples of").select_option("validation")
     page.wait_for_selector("text=Step 12: 60 prompts, 120 responses")
     page.get_by_label("Run").first.select_option("other")
-    page.wait_for_selector("text=Step 3: 1 prompts, 2 responses")
+    page.wait_for_selector("text=Step 3: 1 prompt, 2 responses")
     page.locator("#rollouts .opener").first.click()
     page.wait_for_selector("#rollouts article")
     assert page.title() == "Lockstep" and page.locator("#rollouts img").count() == 0

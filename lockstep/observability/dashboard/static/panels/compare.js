@@ -2,7 +2,7 @@
 // Two runs: settings, results; and two runs or two steps on the same prompts.
 
 (() => {
-  const { el, api, number } = Lockstep;
+  const { el, api, number, count } = Lockstep;
   const MOST_OPTIONS = 300;
   const KINDS = { validation: "validation", train: "training samples" };
 
@@ -38,7 +38,7 @@
       {},
       el("h4", {}, el("a", { href: `#/rollouts?${new URLSearchParams({ ...address, group: found.group })}` }, name), `: score ${number(found.mean, 3)}${accuracy(found.acc)}`),
       found.responses.map((response) => [
-        el("p", { class: "note" }, `score ${number(response.score, 3)}${accuracy(response.acc)}${response.length === null ? "" : `, ${number(response.length)} tokens`}`),
+        el("p", { class: "note" }, `score ${number(response.score, 3)}${accuracy(response.acc)}${response.length === null ? "" : `, ${count(response.length, "token")}`}`),
         el("div", { class: "text", tabindex: "0", role: "region", "aria-label": `response of ${name}` }, response.text ?? "(too long to be shown here)"),
       ]),
       left > 0 ? el("p", { class: "note" }, `and ${number(left)} more`) : null,
@@ -143,7 +143,7 @@
         ];
         const all = found.summary;
         summary.textContent = all.num_pairs
-          ? `${number(all.num_pairs)} prompts in both (${number(found.left_prompts)} and ${number(found.right_prompts)}; matched by ${found.matched_by}). Mean score ${number(all.left, 3)} → ${number(all.right, 3)}: ` +
+          ? `${count(all.num_pairs, "prompt")} in both (${number(found.left_prompts)} and ${number(found.right_prompts)}; matched by ${found.matched_by}). Mean score ${number(all.left, 3)} → ${number(all.right, 3)}: ` +
             `${signed(all.change)}${all.error === null ? "" : ` ± ${number(1.96 * all.error, 2)} (95 %)`}; the score is higher for ${number(all.num_better)}, lower for ${number(all.num_worse)}, the same for ${number(all.num_pairs - all.num_better - all.num_worse)}.` +
             (all.left_acc === null ? "" : ` Mean ${accuracies(all.left_acc, all.right_acc)}${all.left_acc === all.right_acc ? ": no change" : ""}.`)
           : `No prompt is in both (${number(found.left_prompts)} and ${number(found.right_prompts)} prompts).`;

@@ -5,7 +5,7 @@ Lockstep.panel({
   id: "rollouts",
   title: "Rollouts",
   async show(main, context) {
-    const { el, api, chart, number } = Lockstep;
+    const { el, api, chart, number, count } = Lockstep;
     const KINDS = { train: "training", validation: "validation" };
     const FILTERS = ["stop", "min_score", "max_score", "min_length", "max_length", "variance", "problem", "text"];
     const DEFAULTS = { kind: "train", view: "groups", sort: "file", order: "desc" };
@@ -118,7 +118,7 @@ Lockstep.panel({
       slider.setAttribute("aria-valuetext", `step ${step()}`);
       previous.disabled = place === 0;
       next.disabled = place >= steps().length - 1;
-      kind.select.fill(Object.fromEntries(Object.entries(KINDS).map(([name, title]) => [name, `${title} (${number(dumps[name].steps.length)} steps)`])));
+      kind.select.fill(Object.fromEntries(Object.entries(KINDS).map(([name, title]) => [name, `${title} (${count(dumps[name].steps.length, "step")})`])));
       sort.select.value = state.sort;
       view.select.value = state.view;
       order.select.value = state.order;
@@ -159,17 +159,17 @@ Lockstep.panel({
 
     function drawFacts({ summary, total }) {
       const { stats, stops } = summary;
-      stop.select.fill({ "": "any", ...Object.fromEntries(Object.entries(stops).map(([name, count]) => [name, `${name} (${number(count)})`])) });
+      stop.select.fill({ "": "any", ...Object.fromEntries(Object.entries(stops).map(([name, responses]) => [name, `${name} (${number(responses)})`])) });
       if (state.stop && !(state.stop in stops)) stop.select.append(el("option", { value: state.stop, selected: true }, `${state.stop} (0)`));
       for (const option of sort.select.options) option.disabled = (option.value === "advantage" && !summary.has_advantage) || (["turns", "tool_errors"].includes(option.value) && !summary.has_turns);
-      const parts = [`Step ${step()}: ${number(summary.num_groups)} prompts, ${number(stats?.n ?? 0)} responses`];
+      const parts = [`Step ${step()}: ${count(summary.num_groups, "prompt")}, ${count(stats?.n ?? 0, "response")}`];
       if (stats) parts.push(`reward ${number(stats.mean)} (${number(stats.low)} to ${number(stats.high)})`, `${percent(stats.pass_rate)} passed`, `${whole(stats.length)} tokens on average`);
-      if (summary.num_several) parts.push(`${number(summary.num_equal)} of ${number(summary.num_several)} groups with equal scores`);
+      if (summary.num_several) parts.push(`${number(summary.num_equal)} of ${count(summary.num_several, "group")} with equal scores`);
       if (stats?.cut) parts.push(`${percent(stats.cut)} cut at the maximum length`);
       if (summary.num_tool_errors) parts.push(`${number(summary.num_tool_errors)} with tool errors`);
-      if (summary.num_reward_failed) parts.push(`scoring failed for ${number(summary.num_reward_failed)}`);
-      if (summary.damaged) parts.push(`${number(summary.damaged)} damaged lines left out`);
-      if (isFiltered()) parts.push(`${number(total)} ${state.view === "rows" ? "responses" : "prompts"} match`);
+      if (summary.num_reward_failed) parts.push(`scoring failed for ${count(summary.num_reward_failed, "response")}`);
+      if (summary.damaged) parts.push(`${count(summary.damaged, "damaged line")} left out`);
+      if (isFiltered()) parts.push(`${count(total, state.view === "rows" ? "response" : "prompt")} ${total === 1 ? "matches" : "match"}`);
       facts.replaceChildren(`${parts.join(", ")}.`);
     }
 
@@ -227,7 +227,7 @@ Lockstep.panel({
           el("td", {}, number(item.advantage, 3)),
           el("td", {}, number(item.length)),
           el("td", {}, ending(item)),
-          el("td", {}, number(item.turns), item.tool_errors ? ` (${number(item.tool_errors)} tool errors)` : null),
+          el("td", {}, number(item.turns), item.tool_errors ? ` (${count(item.tool_errors, "tool error")})` : null),
           el("td", {}, conversation(item.row)),
         ),
       );
@@ -314,9 +314,9 @@ Lockstep.panel({
       return text.left_out ? [text.text, el("span", { class: "muted" }, ` [… ${number(text.left_out)} characters left out …] `), text.end] : text.text;
     }
     function responseOf(response, place, low, high) {
-      const facts = [`${number(response.length)} tokens`, ending(response)];
+      const facts = [count(response.length, "token"), ending(response)];
       if (response.advantage !== null) facts.unshift(`advantage ${number(response.advantage, 3)}`);
-      if (response.turns !== null) facts.push(`${number(response.turns)} turns`);
+      if (response.turns !== null) facts.push(count(response.turns, "turn"));
       const value = (each) => (typeof each === "number" ? number(each) : String(each));
       return el(
         "article",
@@ -352,8 +352,8 @@ Lockstep.panel({
         }
         if (!isOpen() || !story.isConnected) return;
         const isComplete = history.num_indexed >= history.num_steps;
-        const indexed = isComplete ? `of ${number(history.num_steps)}` : `so far: ${number(history.num_indexed)} of ${number(history.num_steps)} steps indexed`;
-        note.textContent = `Seen in ${number(history.num_seen)} steps ${indexed}. A response passes if the reward function's acc, or without it the score, is above 0.5.`;
+        const indexed = isComplete ? `of ${number(history.num_steps)}` : `so far: ${number(history.num_indexed)} of ${count(history.num_steps, "step")} indexed`;
+        note.textContent = `Seen in ${count(history.num_seen, "step")} ${indexed}. A response passes if the reward function's acc, or without it the score, is above 0.5.`;
         if (!isComplete && !window.RECORDED) timer = setTimeout(draw, 2000);
         figure.hidden = table.hidden = !history.step.length;
         if (!history.step.length) return;
@@ -407,11 +407,11 @@ Lockstep.panel({
         el("div", { class: "scroll results", tabindex: 0, role: "region", "aria-label": "Hits" }, el("table", {}, head("Step", "Score", "In", "Text"), rows)),
         el("div", { class: "controls" }, more, stopper),
       );
-      let count = 0;
+      let numFound = 0;
       async function go(cursor) {
         more.hidden = true;
-        const before = count;
-        while (cursor !== null && count < before + 50) {
+        const before = numFound;
+        while (cursor !== null && numFound < before + 50) {
           let answer;
           try {
             answer = await api("/api/search", { run: context.run, kind, text: wanted, ...cursor });
@@ -420,10 +420,10 @@ Lockstep.panel({
             return;
           }
           if (own !== searched || !found.isConnected) return;
-          count += answer.hits.length;
+          numFound += answer.hits.length;
           rows.append(...answer.hits.map((hit) => hitRow(hit, kind)));
           note.textContent =
-            `${number(count)} found; searched ${number(answer.num_steps - answer.num_left)} of ${number(answer.num_steps)} steps of ${KINDS[kind]}${answer.next ? "" : ", all of them"}.` +
+            `${number(numFound)} found; searched ${number(answer.num_steps - answer.num_left)} of ${count(answer.num_steps, "step")} of ${KINDS[kind]}${answer.next ? "" : ", all of them"}.` +
             (dumps[other].steps.length ? ` Samples of ${KINDS[other]} are searched separately.` : "");
           cursor = answer.next;
         }
