@@ -31,7 +31,7 @@ Stamp = tuple[int, int]
 
 
 class TableRow(NamedTuple):
-    """A response. line: in the file, from 0; group: number of its group; offset, size: its bytes in the file."""
+    """A response. line: in the file from 0; group: number of its group; offset, size: its bytes in the file; acc: by the reward."""
 
     line: int
     group: int
@@ -44,7 +44,11 @@ class TableRow(NamedTuple):
     turns: float
     tool_errors: float
     reward_failed: bool
-    passed: bool
+    acc: float
+
+    @property
+    def passed(self) -> bool:
+        return (self.score if math.isnan(self.acc) else self.acc) > PASSED_ABOVE
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class StepSummary:
     num_equal: int
     has_advantage: bool
     has_turns: bool
+    has_acc: bool
     num_tool_errors: int
     num_reward_failed: int
 
@@ -141,6 +146,7 @@ def _summary(table: StepTable) -> StepSummary:
         num_equal=sum(group.has_equal_scores for group in several),
         has_advantage=any(not math.isnan(row.advantage) for row in rows),
         has_turns=any(not math.isnan(row.turns) for row in rows),
+        has_acc=any(not math.isnan(row.acc) for row in rows),
         num_tool_errors=sum(row.tool_errors > 0 for row in rows),
         num_reward_failed=sum(row.reward_failed for row in rows),
     )
@@ -195,21 +201,19 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def _table_row(row: Row, line: int, group: int, offset: int, size: int) -> TableRow:
-    score = number_in(row, "score")
-    accuracy = number_in(row, "acc")
     return TableRow(
         line=line,
         group=group,
         offset=offset,
         size=size,
-        score=score,
+        score=number_in(row, "score"),
         advantage=number_in(row, "advantage"),
         length=number_in(row, "length"),
         finish_reason=sys.intern(text_in(row, "finish_reason")[:40]) or None,
         turns=number_in(row, "num_turns"),
         tool_errors=number_in(row, "tool_error_counts"),
         reward_failed=number_in(row, "reward_failed") > 0,
-        passed=(score if math.isnan(accuracy) else accuracy) > PASSED_ABOVE,
+        acc=number_in(row, "acc"),
     )
 
 

@@ -125,3 +125,30 @@ def test_search_excerpts(tmp_path: Path) -> None:
     for wrong in ("", "  ", "z" * 501):
         with pytest.raises(ValueError, match="must be 1 to 500 characters"):
             TextSearch(wrong)
+
+
+@pytest.mark.parametrize("arguments", [{"city": 'the "Nile"'}, '{"city": "the \\"Nile\\""}'])
+def test_search_looks_into_messages(tmp_path: Path, arguments: Any) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,Sunny"}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call, 7, {"function": None}]},
+        {"role": "tool", "content": "Sunny, 31 degrees"},
+        {"role": "user", "content": [image, {"type": "text", "text": "And at night?"}, "odd"]},
+    ]
+    rows = [
+        row("a", 1.0),
+        row("b", 1.0, messages=messages),
+        row("c", 1.0, messages="sunny"),
+        row("d", 1.0, messages=[3]),
+    ]
+    path = write(tmp_path / "3.jsonl", *rows)
+    for text, column in (
+        ("sunny", "tool message"),
+        ("AT NIGHT", "user message"),
+        ("weather", "tool call"),
+        ('"city": ', "tool call"),
+        ("nile", "tool call"),
+    ):
+        hits = [(line, hit.column) for line, _, hit in TextSearch(text).lines(path) if hit is not None]
+        assert hits == [(1, column)], text

@@ -22,8 +22,12 @@ class Side:
     @property
     def mean(self) -> float:
         """Of the scores that are numbers; NaN without any."""
-        scores = [row.score for row in self.rows if math.isfinite(row.score)]
-        return sum(scores) / len(scores) if scores else math.nan
+        return _mean([row.score for row in self.rows if math.isfinite(row.score)])
+
+    @property
+    def acc(self) -> float:
+        """Mean `acc` of the reward function; NaN without any."""
+        return _mean([row.acc for row in self.rows if math.isfinite(row.acc)])
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of pairs with scores on both sides. error: standard error of the mean change; NaN for fewer than two pairs."""
+    """Of pairs with scores on both sides.
+
+    error:               standard error of the mean change; NaN for fewer than two pairs.
+    left_acc, right_acc: means of `acc` over the pairs that have it on both sides; NaN without any.
+    """
 
     num_pairs: int
     left: float
@@ -50,6 +58,8 @@ class Summary:
     error: float
     num_better: int
     num_worse: int
+    left_acc: float
+    right_acc: float
 
 
 def pairs_of(left: StepTable, right: StepTable) -> tuple[list[Pair], str]:
@@ -67,6 +77,7 @@ def summary_of(pairs: list[Pair]) -> Summary:
     pairs = [pair for pair in pairs if pair.change == pair.change]
     num = len(pairs)
     change = _mean([pair.change for pair in pairs])
+    with_acc = [pair for pair in pairs if not math.isnan(pair.left.acc + pair.right.acc)]
     spread = sum((pair.change - change) ** 2 for pair in pairs)
     return Summary(
         num_pairs=num,
@@ -76,6 +87,8 @@ def summary_of(pairs: list[Pair]) -> Summary:
         error=math.sqrt(spread / (num - 1) / num) if num > 1 else math.nan,
         num_better=sum(pair.change > 0 for pair in pairs),
         num_worse=sum(pair.change < 0 for pair in pairs),
+        left_acc=_mean([pair.left.acc for pair in with_acc]),
+        right_acc=_mean([pair.right.acc for pair in with_acc]),
     )
 
 

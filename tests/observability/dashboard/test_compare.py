@@ -80,6 +80,24 @@ def test_prompts_of_data_in_another_order(tmp_path: Path) -> None:
     assert (found["left_prompts"], found["right_prompts"]) == (3, 2)
 
 
+def test_acc_beside_the_score(tmp_path: Path) -> None:
+    """Higher scores of answers that stay wrong."""
+    run = make_run(tmp_path / "a", steps=2, prompts=2)
+    rows = [
+        {"input": text, "output": "x", "score": 0.0, "acc": acc} for text, acc in (("p", 0.0), ("p", 1.0), ("q", 0.0))
+    ]
+    write_dump(run, 1, [*rows, {"input": "r", "score": 0.0}])
+    write_dump(run, 2, [row | {"score": 1.0} for row in rows] + [{"input": "r", "score": 1.0, "acc": 1.0}])
+    found = prompts(tmp_path, kind="train", left="a", left_step="1", right="a", right_step="2")
+    summary = found["summary"]
+    assert (summary["num_better"], summary["left_acc"], summary["right_acc"]) == (3, 0.25, 0.25)
+    items = {item["prompt"]: item for item in found["items"]}
+    assert (
+        items["p"]["left"]["acc"] == 0.5 and math.isnan(items["r"]["left"]["acc"]) and items["r"]["right"]["acc"] == 1.0
+    )
+    assert [response["acc"] for response in items["p"]["left"]["responses"]] == [0.0, 1.0]
+
+
 def test_rows_of_any_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "a", steps=2, prompts=2)
     write_dump(
@@ -97,6 +115,8 @@ def test_rows_of_any_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "error": pytest.approx(math.nan, nan_ok=True),
         "num_better": 0,
         "num_worse": 1,
+        "left_acc": pytest.approx(math.nan, nan_ok=True),
+        "right_acc": pytest.approx(math.nan, nan_ok=True),
     }
     assert [item["prompt"] for item in found["items"]] == ["q", "p"]
     text = found["items"][1]["right"]["responses"][0]["text"]
@@ -130,6 +150,8 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
     page.wait_for_selector("#compare .pair")
     assert "data.max_response_length" in page.inner_text("#compare table >> nth=0")
     assert "30 prompts in both" in page.inner_text("#compare [role=status]")
+    assert "Mean acc " in page.inner_text("#compare [role=status]")
+    assert " · acc " in page.inner_text("#compare .pair h3 >> nth=0")
     page.check("text=only changed")
     until(page, "location.hash.includes('changed=1')")
     page.goto(f"{url}/#/compare?run=a&other=b&kind=train&left_step=3&right_step=3")

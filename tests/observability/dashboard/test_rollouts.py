@@ -124,6 +124,17 @@ def test_filters(get: Get, filters: dict[str, Any], rows: list[int]) -> None:
     assert sum(item["num_matching"] for item in groups) == len(rows)
 
 
+def test_which_responses_of_a_group_match_and_pass(tmp_path: Path) -> None:
+    rows = [row("a", 1.0, acc=0.0, length=5), row("a", 0.2, acc=1.0, length=9), row("b", 1.0, acc=0.0, length=9)]
+    get = getter(run_with(tmp_path / "run", *rows))
+    answer = get("/api/rollouts", min_length=6)
+    assert answer["summary"]["has_acc"] and [item["stats"]["pass_rate"] for item in answer["items"]] == [0.5, 0.0]
+    assert [item["matches"] for item in answer["items"]] == [[False, True], [True]]
+    assert [item["passed"] for item in get("/api/rollouts", view="rows")["items"]] == [False, True, False]
+    (tmp_path / "run/dumps/3.jsonl").write_bytes(json_line(row("a", 1.0)))
+    assert not get("/api/rollouts")["summary"]["has_acc"]
+
+
 def test_wrong_parameters_are_refused_in_words(get: Get) -> None:
     for path, params, message in (
         ("/api/rollouts", {"sort": "colour"}, "sort='colour': must be one of file, reward"),
@@ -271,6 +282,13 @@ def found_in_all_steps(get: Get, text: str) -> list[tuple[int, int]]:
     return found
 
 
+def test_search_finds_tool_messages(tmp_path: Path) -> None:
+    messages = [{"role": "tool", "content": "31 degrees"}]
+    get = getter(run_with(tmp_path / "run", row("a", 1.0), row("b", 0.0, messages=messages)))
+    assert get("/api/search", text="31 DEG")["hits"][0]["column"] == "tool message"
+    assert [item["row"] for item in get("/api/rollouts", view="rows", text="31 deg")["items"]] == [1]
+
+
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
     script = "<script>alert(1)</script>\x00\u2028"
     odd = b'{"input": "bytes \xff", "output": "\\ud800", "uid": "z", "score": 1, "<b>": "<i>"}\n'
@@ -390,15 +408,27 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     assert page.locator("#rollouts article").count() == 0
     if width < 700:
         page.get_by_text("Filters and search").click()
-    page.get_by_label("Text in prompt or answer").fill("WHAT IS 7 + 7")
     page.get_by_role("button", name="Search all steps").click()
-    page.wait_for_selector("text=searched 12 of 12 steps, all of them")
+    page.wait_for_selector("[role=status]:text('Type a text to search for.')")
+    page.get_by_label("Text in prompt, answer or messages").fill("WHAT IS 7 + 7")
+    page.get_by_role("button", name="Search all steps").click()
+    page.wait_for_selector(
+        "text=searched 12 of 12 steps of training, all of them. Samples of validation are searched separately."
+    )
     page.get_by_role("button", name="Step 3, row 28").click()
     page.wait_for_selector("text=Group 8 of step 3")
     page.get_by_role("button", name="Close group").click()
     page.get_by_role("button", name="Search this step").click()
-    page.wait_for_selector("text=1 prompts match")
+    assert page.get_by_role("columnheader", name="Passed").count() == 1
+    page.wait_for_selector("#rollouts .square.match")
+    assert page.locator("#rollouts .square.match").count() == 4
+    page.wait_for_selector("text=1 prompt matches")
+    page.get_by_label("Problem").select_option("tool_error")
+    page.wait_for_selector("text=Nothing matches")
     page.get_by_role("button", name="Clear filters").click()
+    page.wait_for_selector("#rollouts .opener")
+    assert page.get_by_label("Problem").input_value() == "" and "problem=" not in page.url
+    assert page.get_by_label("Results in all steps").is_hidden()
     page.get_by_role("button", name="Newest").click()
     page.wait_for_selector("text=Step 12:")
     dump_step(run / "rollouts", 13, 13, 5, 4)
@@ -408,7 +438,7 @@ def test_the_panel(serve: Serve, open_page: OpenPage, tmp_path: Path, width: int
     page.get_by_label("Samples of").select_option("validation")
     page.wait_for_selector("text=Step 12: 60 prompts, 120 responses")
     page.get_by_label("Run").first.select_option("other")
-    page.wait_for_selector("text=Step 3: 1 prompts, 2 responses")
+    page.wait_for_selector("text=Step 3: 1 prompt, 2 responses")
     page.locator("#rollouts .opener").first.click()
     page.wait_for_selector("#rollouts article")
     assert page.title() == "Lockstep" and page.locator("#rollouts img").count() == 0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -259,11 +260,23 @@ def test_the_panel(serve: Serve, open_page: OpenPage, run: Path, width: int, dar
     page.get_by_role("button", name="Load", exact=True).click()
     page.get_by_text("Loading global_step_10").wait_for()
     page.get_by_text("global_step_10 of run is loaded (CPU)").wait_for(timeout=120_000)
-    page.get_by_label("Max tokens").fill("20")
     page.get_by_label("Message", exact=True).fill("1+1? <img src=x onerror=alert(1)>")
+    for name, value, words in (
+        ("Max tokens", "0", "Max tokens must be a whole number from 1 to 32768."),
+        ("Max tokens", "", "Max tokens must be a whole number"),
+        ("Temperature", "-1", "Temperature must be a number from 0 to 5."),
+    ):
+        before = page.get_by_label(name).input_value()
+        page.get_by_label(name).fill(value)
+        page.get_by_role("button", name="Send").click()
+        page.get_by_role("alert").filter(has_text=words).wait_for()
+        page.get_by_label(name).fill(before)
+    assert page.locator(".answer").count() == 0
+    page.get_by_label("Max tokens").fill("20")
     page.get_by_label("Message", exact=True).press("Enter")
     page.locator(".answer .words").wait_for()
     page.locator("button:has-text('Ask again'):not([disabled])").wait_for()
+    assert re.match("stop: the model ended|length: cut at the limit", page.locator(".answer p").inner_text())
     page.get_by_role("button", name="Ask again").click()
     page.locator("button:has-text('Ask again'):not([disabled])").wait_for()
     assert page.locator(".answer").count() == 2
@@ -279,6 +292,9 @@ def test_the_panel(serve: Serve, open_page: OpenPage, run: Path, width: int, dar
     page.get_by_role("link", name="Curves").click()
     page.get_by_role("link", name="Talk").click()
     page.locator(".answer").nth(2).wait_for()
+    assert page.get_by_label("Max tokens").input_value() == "400"
+    assert page.get_by_label("Temperature").input_value() == "5"
+    assert page.get_by_text("Tools and environments are not run here").count() == 1
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     page.get_by_role("button", name="New conversation").click()
     assert page.locator(".answer").count() == 0

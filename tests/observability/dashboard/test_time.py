@@ -302,6 +302,26 @@ def test_the_panel_of_a_run_on_cpu_and_of_a_damaged_one(serve: Serve, open_page:
     page = open_page(f"{url}/#/time?run=good", refused=True)
     page.get_by_text("This run reports no GPU memory").wait_for()
     page.get_by_text("This run has no plan.json").wait_for()
+    plan = {
+        "gpu": "cpu",
+        "gpu_memory_gb": 25.0,
+        "memory_gb": {"generate": 0.01},
+        "seconds": {"generate": 0.009, "update actor": 4},
+    }
+    planned = make_run(tmp_path / "planned", steps=3)
+    (planned / "plan.json").write_text(json.dumps(plan))
+    (planned / "timeline.jsonl").write_text(
+        json.dumps({"step": 3, "begin_us": 1, "spans": [["generate_sequences", "actor_rollout", 0, 0, 9]]}) + "\n"
+    )
+    page.goto(f"{url}/#/time?run=planned")
+    page.get_by_text(
+        "A run on CPU reports no memory, so only the plan is shown. Planned for the CPU with 23.3 GiB"
+    ).wait_for()
+    assert "gen\t4.0 s\t0.0 s\t–" in page.locator("#time table").last.inner_text()
+    assert "update_actor\t5.0 s\t4.0 s\t125 %" in page.locator("#time table").last.inner_text()
+    assert "of the GPU" not in page.locator("#time").inner_text()
+    page.get_by_text("Calls of this step").click()
+    assert page.get_by_role("columnheader", name="Fastest rank").count() == 0
     page.goto(f"{url}/#/time?run=gone")
     page.get_by_role("alert").first.wait_for()
 

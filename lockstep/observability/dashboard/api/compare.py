@@ -102,12 +102,13 @@ def side_item(table: StepTable, side: Side, budget: Budget) -> dict[str, Any]:
         {
             "row": row.line,
             "score": row.score,
+            "acc": row.acc,
             "length": row.length,
             "text": shortened(text_in(table.read(row), "output")) if budget.allows(row.size) else None,
         }
         for row in side.rows[:RESPONSES]
     ]
-    return {"group": side.group, "n": len(side.rows), "mean": side.mean, "responses": responses}
+    return {"group": side.group, "n": len(side.rows), "mean": side.mean, "acc": side.acc, "responses": responses}
 
 
 def shortened(text: str) -> str:

@@ -78,7 +78,7 @@ def rollouts(request: ApiRequest) -> dict[str, Any]:
         order = GROUP_ORDERS[sort]
         found.sort(key=lambda pair: sort_key(order(pair[0]), descending))
         total = len(found)
-        items = [group_item(group, len(rows)) for group, rows in found[begin : begin + PAGE]]
+        items = [group_item(group, rows) for group, rows in found[begin : begin + PAGE]]
     else:
         pairs = [(group, row) for group, rows in found for row in rows]
         if sort == "variance":
@@ -91,9 +91,15 @@ def rollouts(request: ApiRequest) -> dict[str, Any]:
     return {"step": step, "summary": summary, "total": total, "page": page, "per_page": PAGE, "items": items}
 
 
-def group_item(group: TableGroup, num_matching: int) -> dict[str, Any]:
-    scores = [row.score for row in group.rows[:SHOWN_SCORES]]
-    return group_head(group) | {"scores": scores, "num_matching": num_matching}
+def group_item(group: TableGroup, matching_rows: list[TableRow]) -> dict[str, Any]:
+    """matches: whether the response of each score matches the filters."""
+    shown = group.rows[:SHOWN_SCORES]
+    lines = {row.line for row in matching_rows}
+    return group_head(group) | {
+        "scores": [row.score for row in shown],
+        "matches": [row.line in lines for row in shown],
+        "num_matching": len(matching_rows),
+    }
 
 
 def group_head(group: TableGroup) -> dict[str, Any]:
@@ -118,6 +124,7 @@ def row_numbers(row: TableRow) -> dict[str, Any]:
         "turns": row.turns,
         "tool_errors": row.tool_errors,
         "reward_failed": row.reward_failed,
+        "passed": row.passed,
     }
 
 

@@ -57,6 +57,11 @@ const Lockstep = {
     return Number(value.toPrecision(digits)).toString();
   },
 
+  /** A number of things: "1 step", "2 steps", "– steps". */
+  count(value, one, several = `${one}s`) {
+    return `${Lockstep.number(value)} ${value === 1 ? one : several}`;
+  },
+
   duration(seconds) {
     if (seconds === null || seconds === undefined) return "–";
     if (seconds < 9.95) return `${seconds.toFixed(1)} s`;

@@ -2,11 +2,14 @@
 // Two runs: settings, results; and two runs or two steps on the same prompts.
 
 (() => {
-  const { el, api, number } = Lockstep;
+  const { el, api, number, count } = Lockstep;
   const MOST_OPTIONS = 300;
   const KINDS = { validation: "validation", train: "training samples" };
 
   const signed = (value) => (value === null ? "–" : `${value > 0 ? "+" : ""}${number(value, 3)}`);
+  /** What the reward function's `acc` says beside a score; nothing in dumps without it. */
+  const accuracy = (acc) => (acc === null ? "" : `, acc ${number(acc, 3)}`);
+  const accuracies = (left, right) => (left === null || right === null ? "" : `acc ${number(left, 3)} → ${number(right, 3)}`);
   const direction = (value) => (value > 0 ? "better" : value < 0 ? "worse" : "same");
 
   /** A control for a step: a list, or a number if there are too many. Empty is the last step. */
@@ -33,9 +36,9 @@
     return el(
       "div",
       {},
-      el("h4", {}, el("a", { href: `#/rollouts?${new URLSearchParams({ ...address, group: found.group })}` }, name), `: ${number(found.mean, 3)}`),
+      el("h4", {}, el("a", { href: `#/rollouts?${new URLSearchParams({ ...address, group: found.group })}` }, name), `: score ${number(found.mean, 3)}${accuracy(found.acc)}`),
       found.responses.map((response) => [
-        el("p", { class: "note" }, `score ${number(response.score, 3)}${response.length === null ? "" : `, ${number(response.length)} tokens`}`),
+        el("p", { class: "note" }, `score ${number(response.score, 3)}${accuracy(response.acc)}${response.length === null ? "" : `, ${count(response.length, "token")}`}`),
         el("div", { class: "text", tabindex: "0", role: "region", "aria-label": `response of ${name}` }, response.text ?? "(too long to be shown here)"),
       ]),
       left > 0 ? el("p", { class: "note" }, `and ${number(left)} more`) : null,
@@ -140,15 +143,16 @@
         ];
         const all = found.summary;
         summary.textContent = all.num_pairs
-          ? `${number(all.num_pairs)} prompts in both (${number(found.left_prompts)} and ${number(found.right_prompts)}; matched by ${found.matched_by}). Mean score ${number(all.left, 3)} → ${number(all.right, 3)}: ` +
-            `${signed(all.change)}${all.error === null ? "" : ` ± ${number(1.96 * all.error, 2)} (95 %)`}; ${number(all.num_better)} better, ${number(all.num_worse)} worse, ${number(all.num_pairs - all.num_better - all.num_worse)} the same.`
+          ? `${count(all.num_pairs, "prompt")} in both (${number(found.left_prompts)} and ${number(found.right_prompts)}; matched by ${found.matched_by}). Mean score ${number(all.left, 3)} → ${number(all.right, 3)}: ` +
+            `${signed(all.change)}${all.error === null ? "" : ` ± ${number(1.96 * all.error, 2)} (95 %)`}; the score is higher for ${number(all.num_better)}, lower for ${number(all.num_worse)}, the same for ${number(all.num_pairs - all.num_better - all.num_worse)}.` +
+            (all.left_acc === null ? "" : ` Mean ${accuracies(all.left_acc, all.right_acc)}${all.left_acc === all.right_acc ? ": no change" : ""}.`)
           : `No prompt is in both (${number(found.left_prompts)} and ${number(found.right_prompts)} prompts).`;
         list.replaceChildren(
           ...found.items.map((item) =>
             el(
               "section",
               { class: "pair" },
-              el("h3", {}, el("span", { class: direction(item.change) }, `${signed(item.change)} ${direction(item.change)}`), " · ", item.prompt),
+              el("h3", {}, el("span", { class: direction(item.change) }, `${signed(item.change)} ${direction(item.change)}`), [accuracies(item.left.acc, item.right.acc), item.prompt].filter(Boolean).map((part) => ` · ${part}`)),
               el("div", { class: "sides" }, side(titles[0], item.left, addresses[0]), side(titles[1], item.right, addresses[1])),
             ),
           ),

@@ -2,7 +2,7 @@
 // One response: its turns, its rewards, and its tokens coloured by their numbers. Opened from the rollouts.
 
 (() => {
-  const { el, api, number, visible } = Lockstep;
+  const { el, api, number, count, visible } = Lockstep;
 
   const LOG_PROB = [-0.1, -0.5, -1, -2, -4, -8];
   /** How tokens are coloured: `of` is a name in the answer's numbers; `at` where levels begin; `signed` two colours around 0. */
@@ -101,7 +101,7 @@
     const rows = [
       ["score", data.odd_score || number(data.score)],
       ["advantage", number(data.advantage)],
-      ["length", data.length === null ? "–" : `${number(data.length)} tokens`],
+      ["length", data.length === null ? "–" : count(data.length, "token")],
       ["finished by", visible(cut || "–")],
       ["row of the data", number(data.index)],
     ];

@@ -5,7 +5,7 @@ Lockstep.panel({
   id: "rollouts",
   title: "Rollouts",
   async show(main, context) {
-    const { el, api, chart, number } = Lockstep;
+    const { el, api, chart, number, count } = Lockstep;
     const KINDS = { train: "training", validation: "validation" };
     const FILTERS = ["stop", "min_score", "max_score", "min_length", "max_length", "variance", "problem", "text"];
     const DEFAULTS = { kind: "train", view: "groups", sort: "file", order: "desc" };
@@ -69,7 +69,7 @@ Lockstep.panel({
     const stop = choice("Stop reason", "stop", { "": "any" });
     const variance = choice("Scores of a group", "variance", { "": "any", nonzero: "differ", zero: "all equal" });
     const problem = choice("Problem", "problem", { "": "any or none", tool_error: "tool error", reward_failed: "reward failed" });
-    const text = el("input", { type: "search", name: "text", value: state.text ?? "", size: 24, maxLength: 500, "aria-label": "Text in prompt or answer", placeholder: "text in prompt or answer" });
+    const text = el("input", { type: "search", name: "text", value: state.text ?? "", size: 24, maxLength: 500, "aria-label": "Text in prompt, answer or messages", placeholder: "text in prompt, answer or messages" });
     const stepInput = el("input", { type: "number", min: 0, "aria-label": "Step", onchange: () => steps().length && goTo(placeOf(Number(stepInput.value))) });
     const slider = el("input", { type: "range", min: 0, step: 1, "aria-label": "Step by slider", onchange: () => goTo(Number(slider.value)) });
     slider.addEventListener("input", () => (stepInput.value = steps()[Number(slider.value)]));
@@ -79,7 +79,8 @@ Lockstep.panel({
     const last = button("Newest", "Newest step, and follow the run", () => change({ step: undefined }));
     const following = el("span", { class: "muted", role: "status" });
     const reset = button("Clear filters", "Clear filters", () => {
-      for (const input of filters.querySelectorAll("input")) input.value = "";
+      for (const control of filters.querySelectorAll("input, select")) control.value = "";
+      closeResults();
       change({ ...Object.fromEntries(FILTERS.map((name) => [name, undefined])) });
     });
     const searchAll = button("Search all steps", "Search the text in all steps, newest first", () => searchSteps(text.value.trim()));
@@ -117,7 +118,7 @@ Lockstep.panel({
       slider.setAttribute("aria-valuetext", `step ${step()}`);
       previous.disabled = place === 0;
       next.disabled = place >= steps().length - 1;
-      kind.select.fill(Object.fromEntries(Object.entries(KINDS).map(([name, title]) => [name, `${title} (${number(dumps[name].steps.length)} steps)`])));
+      kind.select.fill(Object.fromEntries(Object.entries(KINDS).map(([name, title]) => [name, `${title} (${count(dumps[name].steps.length, "step")})`])));
       sort.select.value = state.sort;
       view.select.value = state.view;
       order.select.value = state.order;
@@ -158,28 +159,30 @@ Lockstep.panel({
 
     function drawFacts({ summary, total }) {
       const { stats, stops } = summary;
-      stop.select.fill({ "": "any", ...Object.fromEntries(Object.entries(stops).map(([name, count]) => [name, `${name} (${number(count)})`])) });
+      stop.select.fill({ "": "any", ...Object.fromEntries(Object.entries(stops).map(([name, responses]) => [name, `${name} (${number(responses)})`])) });
       if (state.stop && !(state.stop in stops)) stop.select.append(el("option", { value: state.stop, selected: true }, `${state.stop} (0)`));
       for (const option of sort.select.options) option.disabled = (option.value === "advantage" && !summary.has_advantage) || (["turns", "tool_errors"].includes(option.value) && !summary.has_turns);
-      const parts = [`Step ${step()}: ${number(summary.num_groups)} prompts, ${number(stats?.n ?? 0)} responses`];
+      const parts = [`Step ${step()}: ${count(summary.num_groups, "prompt")}, ${count(stats?.n ?? 0, "response")}`];
       if (stats) parts.push(`reward ${number(stats.mean)} (${number(stats.low)} to ${number(stats.high)})`, `${percent(stats.pass_rate)} passed`, `${whole(stats.length)} tokens on average`);
-      if (summary.num_several) parts.push(`${number(summary.num_equal)} of ${number(summary.num_several)} groups with equal scores`);
+      if (summary.num_several) parts.push(`${number(summary.num_equal)} of ${count(summary.num_several, "group")} with equal scores`);
       if (stats?.cut) parts.push(`${percent(stats.cut)} cut at the maximum length`);
       if (summary.num_tool_errors) parts.push(`${number(summary.num_tool_errors)} with tool errors`);
-      if (summary.num_reward_failed) parts.push(`scoring failed for ${number(summary.num_reward_failed)}`);
-      if (summary.damaged) parts.push(`${number(summary.damaged)} damaged lines left out`);
-      if (FILTERS.some((name) => state[name])) parts.push(`${number(total)} ${state.view === "rows" ? "responses" : "prompts"} match`);
+      if (summary.num_reward_failed) parts.push(`scoring failed for ${count(summary.num_reward_failed, "response")}`);
+      if (summary.damaged) parts.push(`${count(summary.damaged, "damaged line")} left out`);
+      if (isFiltered()) parts.push(`${count(total, state.view === "rows" ? "response" : "prompt")} ${total === 1 ? "matches" : "match"}`);
       facts.replaceChildren(`${parts.join(", ")}.`);
     }
 
     const whole = (value) => number(value === null ? null : Math.round(value));
     const percent = (share) => (share === null || share === undefined ? "–" : `${number(100 * share, 3)} %`);
     const head = (...names) => el("thead", {}, el("tr", {}, names.map((name) => el("th", { scope: "col" }, name))));
-    /** A score as a square: the fuller, the higher in this step. */
-    function square(score, low, high) {
+    /** A score as a square: the fuller, the higher in this step. matches: it is outlined, as one that the filters want. */
+    function square(score, low, high, matches = false) {
       const share = score === null ? 0 : high > low ? (score - low) / (high - low) : 1;
-      return el("span", { class: "square", style: `--share: ${Math.round(60 * share)}%` }, score === null ? "?" : number(score, 3));
+      const mark = matches ? el("span", { class: "unseen" }, " (matches)") : null;
+      return el("span", { class: `square ${matches ? "match" : ""}`, title: matches ? "matches the filters" : null, style: `--share: ${Math.round(60 * share)}%` }, score === null ? "?" : number(score, 3), mark);
     }
+    const isFiltered = () => FILTERS.some((name) => state[name]);
     function toggle(title, target, low, high) {
       const opener = el("button", { type: "button", class: "opener", "aria-expanded": "false", title: "Show the responses side by side" }, title || "(empty prompt)");
       opener.addEventListener("click", () => {
@@ -200,14 +203,15 @@ Lockstep.panel({
           {},
           el("td", {}, item.group),
           el("td", { class: "wide" }, toggle(item.prompt, item, low, high)),
-          el("td", { class: "squares" }, item.scores.map((score) => square(score, low, high)), item.stats.n > item.scores.length ? ` +${number(item.stats.n - item.scores.length)}` : null),
+          el("td", { class: "squares" }, item.scores.map((score, place) => square(score, low, high, isFiltered() && item.matches[place])), item.stats.n > item.scores.length ? ` +${number(item.stats.n - item.scores.length)}` : null),
+          summary.has_acc ? el("td", {}, percent(item.stats.pass_rate)) : null,
           el("td", {}, number(item.stats.mean, 3)),
           el("td", {}, number(item.stats.std, 3)),
           el("td", {}, whole(item.stats.length)),
           el("td", {}, percent(item.stats.cut)),
         ),
       );
-      const table = el("table", {}, el("caption", { class: "muted" }, "Prompts of the step; choose one to see its responses side by side."), head("#", "Prompt", "Scores", "Mean", "Spread", "Tokens", "Cut"));
+      const table = el("table", {}, el("caption", { class: "muted" }, `Prompts of the step; choose one to see its responses side by side.${isFiltered() ? " Scores of the responses that match are outlined." : ""}`), head("#", "Prompt", "Scores", ...(summary.has_acc ? ["Passed"] : []), "Mean", "Spread", "Tokens", "Cut"));
       return rows.length ? (table.append(el("tbody", {}, rows)), table) : nothing(summary);
     }
     function rowTable({ items, summary }, low, high) {
@@ -219,17 +223,19 @@ Lockstep.panel({
           el("td", { class: "wide" }, toggle(item.prompt, item, low, high)),
           el("td", { class: "wide" }, item.beginning ?? "(long: open it)"),
           el("td", {}, square(item.score, low, high)),
+          summary.has_acc ? el("td", {}, passed(item)) : null,
           el("td", {}, number(item.advantage, 3)),
           el("td", {}, number(item.length)),
           el("td", {}, ending(item)),
-          el("td", {}, number(item.turns), item.tool_errors ? ` (${number(item.tool_errors)} tool errors)` : null),
+          el("td", {}, number(item.turns), item.tool_errors ? ` (${count(item.tool_errors, "tool error")})` : null),
           el("td", {}, conversation(item.row)),
         ),
       );
-      const table = el("table", {}, el("caption", { class: "muted" }, "Responses of the step."), head("Row", "Prompt", "Answer", "Score", "Advantage", "Tokens", "Stop", "Turns", "Conversation"));
+      const table = el("table", {}, el("caption", { class: "muted" }, "Responses of the step."), head("Row", "Prompt", "Answer", "Score", ...(summary.has_acc ? ["Passed"] : []), "Advantage", "Tokens", "Stop", "Turns", "Conversation"));
       return rows.length ? (table.append(el("tbody", {}, rows)), table) : nothing(summary);
     }
     const nothing = (summary) => el("p", {}, summary.num_groups ? "Nothing matches: clear a filter." : "This step's file has no rows.");
+    const passed = (row) => (row.passed ? "✓ passed" : "✗ not");
     const ending = (row) => [{ length: "cut at the maximum length", stop: "stopped" }[row.finish_reason] ?? row.finish_reason ?? "–", row.reward_failed ? ", scoring failed" : ""].join("");
     const conversation = (row) =>
       el("a", { href: `#/conversation?${new URLSearchParams({ run: context.run, kind: state.kind, step: step(), row })}`, "aria-label": `Open conversation of row ${row}` }, "Open conversation");
@@ -259,7 +265,7 @@ Lockstep.panel({
     }
     function open(opener, wanted, low, high) {
       const body = el("div", { class: "group" }, "…");
-      const holder = opener ? el("tr", {}, el("td", { colspan: 9 }, body)) : body;
+      const holder = opener ? el("tr", {}, el("td", { colspan: 10 }, body)) : body;
       if (opener) opener.closest("tr").after(holder);
       else list.prepend(holder);
       if (opener) opener.setAttribute("aria-expanded", "true");
@@ -308,9 +314,9 @@ Lockstep.panel({
       return text.left_out ? [text.text, el("span", { class: "muted" }, ` [… ${number(text.left_out)} characters left out …] `), text.end] : text.text;
     }
     function responseOf(response, place, low, high) {
-      const facts = [`${number(response.length)} tokens`, ending(response)];
+      const facts = [count(response.length, "token"), ending(response)];
       if (response.advantage !== null) facts.unshift(`advantage ${number(response.advantage, 3)}`);
-      if (response.turns !== null) facts.push(`${number(response.turns)} turns`);
+      if (response.turns !== null) facts.push(count(response.turns, "turn"));
       const value = (each) => (typeof each === "number" ? number(each) : String(each));
       return el(
         "article",
@@ -346,8 +352,8 @@ Lockstep.panel({
         }
         if (!isOpen() || !story.isConnected) return;
         const isComplete = history.num_indexed >= history.num_steps;
-        const indexed = isComplete ? `of ${number(history.num_steps)}` : `so far: ${number(history.num_indexed)} of ${number(history.num_steps)} steps indexed`;
-        note.textContent = `Seen in ${number(history.num_seen)} steps ${indexed}. A response passes if the reward function's acc, or without it the score, is above 0.5.`;
+        const indexed = isComplete ? `of ${number(history.num_steps)}` : `so far: ${number(history.num_indexed)} of ${count(history.num_steps, "step")} indexed`;
+        note.textContent = `Seen in ${count(history.num_seen, "step")} ${indexed}. A response passes if the reward function's acc, or without it the score, is above 0.5.`;
         if (!isComplete && !window.RECORDED) timer = setTimeout(draw, 2000);
         figure.hidden = table.hidden = !history.step.length;
         if (!history.step.length) return;
@@ -377,36 +383,48 @@ Lockstep.panel({
 
     // Search in all steps.
     let searched = 0;
+    function closeResults() {
+      searched += 1;
+      found.hidden = true;
+    }
     function searchSteps(wanted) {
       const own = ++searched;
-      found.hidden = !wanted;
-      if (!wanted) return;
+      found.hidden = false;
+      if (!wanted) {
+        found.replaceChildren(el("p", { role: "status" }, "Type a text to search for."));
+        text.focus();
+        return;
+      }
+      const { kind } = state;
+      const other = kind === "train" ? "validation" : "train";
       const note = el("p", { role: "status" });
       const rows = el("tbody");
       const more = el("button", { type: "button" }, "Search on");
-      const stopper = el("button", { type: "button", onclick: () => ((searched += 1), (found.hidden = true)) }, "Close results");
+      const stopper = el("button", { type: "button", onclick: closeResults }, "Close results");
       found.replaceChildren(
-        el("h2", {}, `“${wanted}” in all steps`),
+        el("h2", {}, `“${wanted}” in all steps of ${KINDS[kind]}`),
         note,
         el("div", { class: "scroll results", tabindex: 0, role: "region", "aria-label": "Hits" }, el("table", {}, head("Step", "Score", "In", "Text"), rows)),
         el("div", { class: "controls" }, more, stopper),
       );
-      let count = 0;
+      let numFound = 0;
       async function go(cursor) {
         more.hidden = true;
-        const before = count;
-        while (cursor !== null && count < before + 50) {
+        const before = numFound;
+        while (cursor !== null && numFound < before + 50) {
           let answer;
           try {
-            answer = await api("/api/search", { run: context.run, kind: state.kind, text: wanted, ...cursor });
+            answer = await api("/api/search", { run: context.run, kind, text: wanted, ...cursor });
           } catch (error) {
             note.textContent = String(error.message);
             return;
           }
           if (own !== searched || !found.isConnected) return;
-          count += answer.hits.length;
-          rows.append(...answer.hits.map(hitRow));
-          note.textContent = `${number(count)} found; searched ${number(answer.num_steps - answer.num_left)} of ${number(answer.num_steps)} steps${answer.next ? "" : ", all of them"}.`;
+          numFound += answer.hits.length;
+          rows.append(...answer.hits.map((hit) => hitRow(hit, kind)));
+          note.textContent =
+            `${number(numFound)} found; searched ${number(answer.num_steps - answer.num_left)} of ${count(answer.num_steps, "step")} of ${KINDS[kind]}${answer.next ? "" : ", all of them"}.` +
+            (dumps[other].steps.length ? ` Samples of ${KINDS[other]} are searched separately.` : "");
           cursor = answer.next;
         }
         more.hidden = cursor === null;
@@ -414,11 +432,11 @@ Lockstep.panel({
       }
       go({});
     }
-    function hitRow(hit) {
+    function hitRow(hit, kind) {
       return el(
         "tr",
         {},
-        el("td", {}, el("button", { type: "button", onclick: () => change({ step: hit.step, row: hit.row }) }, `Step ${hit.step}, row ${hit.row}`)),
+        el("td", {}, el("button", { type: "button", onclick: () => change({ kind, step: hit.step, row: hit.row }) }, `Step ${hit.step}, row ${hit.row}`)),
         el("td", {}, number(hit.score, 3)),
         el("td", {}, hit.column),
         el("td", { class: "wide" }, hit.excerpt),

@@ -6,6 +6,14 @@
   const { el, api } = Lockstep;
   const conversations = new Map(); // of each run: [{question, answers: [{label, text, end, error}]}]
 
+  const settings = { Temperature: 1, "Top-p": 1, "Max tokens": 256, system: "", device: null }; // kept while other panels are shown
+  const ENDS = {
+    stop: "stop: the model ended its answer",
+    length: "length: cut at the limit of tokens",
+    tool_calls: "tool_calls: ended with a tool call, which is not run here",
+    stopped: "stopped by you",
+  };
+
   const post = (path, body) =>
     api(path, {}, { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) });
 
@@ -33,7 +41,7 @@
       let answering = null; // an AbortController while an answer is streamed
 
       const checkpoint = el("select", {});
-      const preferred = server ? server.device : first.device;
+      const preferred = settings.device ?? (server ? server.device : first.device);
       const device = el(
         "select",
         {},
@@ -44,15 +52,17 @@
       const unload = el("button", { type: "button", onclick: stop }, "Unload");
       const state = el("p", { role: "status" });
       const log = el("pre", { class: "log", tabIndex: 0, "aria-label": "Last lines of the server" });
-      const temperature = setting("Temperature", 1, 0, 5, 0.1);
-      const topP = setting("Top-p", 1, 0.01, 1, 0.01);
-      const maxTokens = setting("Max tokens", 256, 1, 32768, 1);
-      const system = el("textarea", { rows: 2, "aria-label": "System message" });
+      const temperature = setting("Temperature", 0, 5, 0.1);
+      const topP = setting("Top-p", 0.01, 1, 0.01);
+      const maxTokens = setting("Max tokens", 1, 32768, 1);
+      const wrong = el("p", { class: "problem", role: "alert" });
+      const system = el("textarea", { rows: 2, "aria-label": "System message", value: settings.system });
+      system.addEventListener("input", () => (settings.system = system.value));
       const transcript = el("div", { class: "transcript", role: "log", "aria-label": "Conversation", "aria-live": "polite" });
       const message = el("textarea", { rows: 3, id: "message", placeholder: "Enter to send, Shift+Enter for a new line" });
       const send = el("button", { type: "submit" }, "Send");
       const halt = el("button", { type: "button", onclick: () => answering && answering.abort() }, "Stop");
-      const repeat = el("button", { type: "button", onclick: () => ask(turns[turns.length - 1]) }, "Ask again");
+      const repeat = el("button", { type: "button", onclick: () => areSettingsRight() && ask(turns[turns.length - 1]) }, "Ask again");
       const clear = el("button", { type: "button", onclick: empty }, "New conversation");
       const form = el(
         "form",
@@ -67,20 +77,34 @@
         state,
         log,
         el("div", { class: "controls" }, temperature.label, topP.label, maxTokens.label),
-        el("details", {}, el("summary", {}, "System message"), system),
+        wrong,
+        el("details", { open: Boolean(settings.system) }, el("summary", {}, "System message"), system),
         transcript,
         form,
         el(
           "p",
           { class: "muted" },
           "“Ask again” puts another answer beside the last one: to compare two checkpoints, load the other one first. ",
-          "One checkpoint is in memory at a time, with low priority.",
+          "One checkpoint is in memory at a time, with low priority. ",
+          "Tools and environments are not run here: a conversation ends at a tool call.",
         ),
       );
 
-      function setting(name, value, min, max, step) {
-        const input = el("input", { type: "number", value, min, max, step, class: "setting" });
-        return { input, label: el("label", {}, `${name} `, input) };
+      function setting(name, min, max, step) {
+        const input = el("input", { type: "number", min, max, step, value: settings[name], class: "setting" });
+        input.addEventListener("input", () => (settings[name] = input.value));
+        return { name, input, min, max, isWhole: step === 1, label: el("label", {}, `${name} `, input) };
+      }
+
+      /** Says what is wrong with the first setting that is. */
+      function areSettingsRight() {
+        const bad = [temperature, topP, maxTokens].find(({ input, min, max, isWhole }) => {
+          const value = input.valueAsNumber;
+          return !(value >= min && value <= max) || (isWhole && !Number.isInteger(value));
+        });
+        wrong.textContent = bad ? `${bad.name} must be a ${bad.isWhole ? "whole " : ""}number from ${bad.min} to ${bad.max}.` : "";
+        if (bad) bad.input.focus();
+        return !bad;
       }
 
       function list(names) {
@@ -177,15 +201,13 @@
       }
 
       function noteOf(answer) {
-        if (answer.error) return answer.error;
-        if (answer.end === "length") return "cut at the limit of tokens";
-        return answer.end === "stopped" ? "stopped" : "";
+        return answer.error ?? ENDS[answer.end] ?? answer.end ?? "";
       }
 
       function submit(event) {
         event.preventDefault();
         const question = message.value;
-        if (!question.trim() || send.disabled) return;
+        if (!question.trim() || send.disabled || !areSettingsRight()) return;
         const turn = { question, answers: [] };
         turns.push(turn);
         message.value = "";
@@ -263,7 +285,10 @@
         if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
       });
       checkpoint.addEventListener("change", update);
-      device.addEventListener("change", update);
+      device.addEventListener("change", () => {
+        settings.device = device.value;
+        update();
+      });
       context.onChange(async (change) => {
         if (change.run === run) list((await api("/api/talk", { run })).checkpoints);
       });

@@ -82,17 +82,12 @@ Lockstep.panel({
       if (focused) fresh.focus();
       fresh.dataset.step = data.step;
       drawn = timelineChart(fresh, data, { ctrlKey: true, tell: (text) => (told.textContent = text) });
+      const several = data.calls.some((call) => call.ranks > 1);
+      const extremes = (call) => [`${duration(call.min)} (rank ${call.fastest})`, `${duration(call.max)} (rank ${call.slowest})`];
       calls.replaceChildren(
         table(
-          ["Worker", "Call", "Ranks", "Mean", "Fastest rank", "Slowest rank"],
-          data.calls.map((call) => [
-            call.role,
-            call.name,
-            number(call.ranks),
-            duration(call.mean),
-            call.ranks > 1 ? `${duration(call.min)} (rank ${call.fastest})` : "",
-            call.ranks > 1 ? `${duration(call.max)} (rank ${call.slowest})` : "",
-          ]),
+          ["Worker", "Call", "Ranks", "Mean", ...(several ? ["Fastest rank", "Slowest rank"] : [])],
+          data.calls.map((call) => [call.role, call.name, number(call.ranks), duration(call.mean), ...(call.ranks > 1 ? extremes(call) : several ? ["", ""] : [])]),
         ),
       );
     }
@@ -225,7 +220,8 @@ Lockstep.panel({
       }
       const problem = data.plan_problem ? Lockstep.problem(data.plan_problem) : "";
       const measured = data.memory.some((row) => row.peak !== null);
-      memoryChart.hidden = !data.memory.length;
+      const onCpu = data.gpu === "cpu";
+      memoryChart.hidden = !data.memory.length || (onCpu && !measured); // a plan for the CPU alone: next to nothing of its memory
       if (!data.memory.length) {
         memory.replaceChildren(problem, el("p", {}, "This run reports no GPU memory (perf/max_memory_*): it runs on CPU, or no step has ended yet."));
       } else {
@@ -235,29 +231,31 @@ Lockstep.panel({
           el(
             "p",
             {},
-            measured ? "" : "The run reports no GPU memory, so only the plan is shown. ",
-            data.gpu ? `Planned for ${data.gpu}` : "",
-            data.gpu_memory_gib ? ` with ${number(data.gpu_memory_gib, 3)} GiB. ` : "",
+            measured ? "" : `${onCpu ? "A run on CPU reports no memory" : "The run reports no GPU memory"}, so only the plan is shown. `,
+            data.gpu ? `Planned for ${onCpu ? "the CPU" : data.gpu}` : "",
+            data.gpu_memory_gib ? ` with ${number(data.gpu_memory_gib, 3)} GiB${onCpu ? " of memory" : ""}. ` : "",
             whole.length ? `Largest since the start: ${whole.join(", ")}.` : "",
           ),
           el(
             "div",
             { class: "scroll" },
-            table(
-              ["Phase", "Peak of the run, GiB", "Last step, GiB", "In use on the GPU, GiB", "Planned, GiB", "Peak of the plan"],
-              data.memory.map((row) => [row.phase, gib(row.peak), gib(row.last), gib(row.used), gib(row.planned), percent(row.peak, row.planned)]),
-            ),
+            measured
+              ? table(
+                  ["Phase", "Peak of the run, GiB", "Last step, GiB", "In use on the GPU, GiB", "Planned, GiB", "Peak of the plan"],
+                  data.memory.map((row) => [row.phase, gib(row.peak), gib(row.last), gib(row.used), gib(row.planned), percent(row.peak, row.planned, 2)]),
+                )
+              : table(["Phase", "Planned, GiB"], data.memory.map((row) => [row.phase, gib(row.planned)])),
           ),
         );
         const names = data.memory.map((row) => plain(row.phase));
         const bar = (name, key, pattern) => ({ type: "bar", name, x: names, y: data.memory.map((row) => row[key]), marker: { pattern: { shape: pattern } } });
         const traces = [bar("peak of the run", "peak", ""), bar("in use on the GPU", "used", "."), bar("planned", "planned", "/")];
         const limit = data.gpu_memory_gib;
-        draw(memoryChart, traces.filter((trace) => trace.y.some((value) => value !== null)), {
+        if (!memoryChart.hidden) draw(memoryChart, traces.filter((trace) => trace.y.some((value) => value !== null)), {
           barmode: "group",
           yaxis: { title: { text: "GiB" }, rangemode: "tozero" },
           shapes: limit ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: limit, y1: limit, line: { dash: "dash", color: "#b3261e" } }] : [],
-          annotations: limit ? [{ xref: "paper", x: 1, y: limit, yshift: 10, text: "memory of the GPU", showarrow: false, xanchor: "right" }] : [],
+          annotations: limit ? [{ xref: "paper", x: 1, y: limit, yshift: 10, text: onCpu ? "memory" : "memory of the GPU", showarrow: false, xanchor: "right" }] : [],
         });
       }
       plan.replaceChildren(
@@ -267,7 +265,7 @@ Lockstep.panel({
               { class: "scroll" },
               table(
                 ["Phase", "Median of the run", "Planned", "Median of the plan"],
-                data.seconds.map((row) => [row.phase, duration(row.median), duration(row.planned), percent(row.median, row.planned)]),
+                data.seconds.map((row) => [row.phase, duration(row.median), duration(row.planned), percent(row.median, row.planned, 1)]),
               ),
             )
           : el("p", {}, "This run has no plan.json, so there is nothing to compare its phases with."),
@@ -275,7 +273,8 @@ Lockstep.panel({
     }
 
     const gib = (value) => (value === null ? "–" : value.toFixed(2));
-    const percent = (value, planned) => (value !== null && planned ? `${Math.round((100 * value) / planned)} %` : "–");
+    /** A share of the plan; none if one of the two is shown as 0 with this number of digits. */
+    const percent = (value, planned, digits) => ([value, planned].every((each) => Number((each ?? 0).toFixed(digits))) ? `${Math.round((100 * value) / planned)} %` : "–");
 
     function table(heads, rows) {
       return el(
