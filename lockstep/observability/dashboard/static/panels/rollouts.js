@@ -188,6 +188,7 @@ Lockstep.panel({
       opener.addEventListener("click", () => {
         const isOpen = opener.getAttribute("aria-expanded") === "true";
         Object.assign(state, { group: isOpen ? undefined : target.group, row: undefined });
+        if (!isOpen) state.step = step(); // a group is one of a step: the address names it
         remember();
         leave();
         if (!isOpen) open(opener, { group: target.group }, low, high);
@@ -457,7 +458,10 @@ Lockstep.panel({
         isAsking = false;
       }
       const isReading = state.group !== undefined || state.row !== undefined;
-      if (state.step === undefined && isReading && before !== undefined) state.step = before;
+      if (state.step === undefined && isReading && before !== undefined) {
+        state.step = before;
+        remember();
+      }
       if (step() !== before) load();
       else drawControls();
     });
