@@ -17,6 +17,7 @@ from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.columns import names_of
 from lockstep.protocol.tokens import read
 from lockstep.trainer.main_ppo import main
+from lockstep.trainer.ppo import token_dump
 from lockstep.trainer.ppo.token_dump import TokenDump, first_groups
 from lockstep.workers.rollout_batch import trajectory_tensors
 from tests.tiny import tiny_tokenizer
@@ -99,6 +100,13 @@ def test_a_step_that_is_run_again_replaces_or_removes_its_tokens(tmp_path: Path)
     assert token_file.rows_in(path) == [0, 1]
     dumped(tmp_path, batch_of_turns(), max_rows=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_tokenizer_is_read_if_no_token_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_dump, "TokenPieces", None)
+    dumped(tmp_path, batch_of_turns(), max_rows=0)
+    with pytest.raises(TypeError):
+        dumped(tmp_path, batch_of_turns(), max_rows=1)
 
 
 def run(arguments: list[str], folder: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The per-token data of a step or a validation (`trainer.rollout_token_data`): batches ─► `observability/token_file.py`."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class TokenDump:
     ) -> None:
         self.max_rows = max_rows
         self.old_log_probs = old_log_probs
-        self._pieces = TokenPieces(tokenizer)
+        self._tokenizer = tokenizer
         self._num_seen = 0
         self._columns: dict[str, list[Any]] = {"row": [], "uid": []}
 
@@ -42,6 +43,10 @@ class TokenDump:
     ) -> "TokenDump":
         """With as many rows as the config says."""
         return cls(tokenizer, config.rollout_token_rows if config.rollout_token_data else 0, old_log_probs)
+
+    @cached_property
+    def _pieces(self) -> TokenPieces:
+        return TokenPieces(self._tokenizer)
 
     @property
     def num_rows(self) -> int:
