@@ -78,6 +78,7 @@ def test_whole_groups_come_first_and_the_bound_holds(tmp_path: Path) -> None:
     assert first_groups(["a", "b", "a", "b", "c"], 5) == [0, 1, 2, 3, 4]
     assert first_groups(["a", "b", "a", "b", "c"], 3) == [0, 2]
     assert first_groups(["a", "a", "a"], 2) == [0, 1], "not even one group fits"
+    assert first_groups(["a", "a", "a"], 2, may_split=False) == []
     assert first_groups(["a"], 0) == []
     path = dumped(tmp_path, batch_of_turns(), max_rows=3)
     assert token_file.rows_in(path) == [0, 1]
@@ -92,6 +93,19 @@ def test_rows_are_counted_over_the_batches_of_a_validation(tmp_path: Path) -> No
     tokens.write(str(tmp_path), 0)
     assert token_file.rows_in(tmp_path / "0.tokens.parquet") == [0, 1, 2, 3, 4, 5]
     assert token_file.read(tmp_path / "0.tokens.parquet", 4).uid == "4:a"
+
+
+def test_only_the_first_group_of_a_validation_is_split(tmp_path: Path) -> None:
+    tokens = TokenDump(tiny_tokenizer(), 5)
+    for number in range(2):
+        tokens.add(batch_of_turns(), [f"{4 * number}:{uid}" for uid in "aabb"])
+    tokens.write(str(tmp_path), 0)
+    assert token_file.rows_in(tmp_path / "0.tokens.parquet") == [0, 1, 2, 3]
+
+
+def test_no_file_without_rows(tmp_path: Path) -> None:
+    TokenDump(tiny_tokenizer(), 5).write(str(tmp_path), 0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_step_that_is_run_again_replaces_or_removes_its_tokens(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ FROM_THE_PASS = ("old_log_probs", "entropys")
 class TokenDump:
     """Collects the tokens of the first responses, whole groups as long as they fit.
 
-    max_rows:      responses that are kept; with 0, `write` removes what an earlier run of the step wrote.
+    max_rows:      responses that are kept; without any, `write` removes what an earlier run of the step wrote.
     old_log_probs: where the old log-probs of the step come from; None in validation.
     """
 
@@ -54,7 +54,7 @@ class TokenDump:
 
     def add(self, batch: DataProto, uids: Sequence[str]) -> None:
         """The next rows of the dump, with their uids in it."""
-        rows = first_groups(uids, self.max_rows - self.num_rows)
+        rows = first_groups(uids, self.max_rows - self.num_rows, may_split=self.num_rows == 0)
         first, self._num_seen = self._num_seen, self._num_seen + len(batch)
         if not rows:
             return
@@ -73,15 +73,18 @@ class TokenDump:
     def write(self, folder: str, step: int) -> None:
         """Write them beside the step's dump."""
         path = token_file.token_path(Path(folder).expanduser() / f"{step}.jsonl")
-        if self.max_rows == 0:
+        if self.num_rows == 0:
             path.unlink(missing_ok=True)
             return
         columns = {name: values for name, values in self._columns.items() if len(values) == self.num_rows}
         token_file.write(path, columns, {"step": step, "old_log_probs": self.old_log_probs})
 
 
-def first_groups(uids: Sequence[str], room: int) -> list[int]:
-    """At most `room` rows, in order: those of the first groups that fit whole or, if not even one does, the first rows."""
+def first_groups(uids: Sequence[str], room: int, may_split: bool = True) -> list[int]:
+    """At most `room` rows, in order: those of the first groups that fit whole or, if not even one does, the first rows.
+
+    may_split: False gives no rows then.
+    """
     groups: dict[str, list[int]] = {}
     for row, uid in enumerate(uids):
         groups.setdefault(uid, []).append(row)
@@ -90,7 +93,7 @@ def first_groups(uids: Sequence[str], room: int) -> list[int]:
         if len(chosen) + len(rows) > room:
             break
         chosen += rows
-    return sorted(chosen) if chosen else list(range(min(room, len(uids))))
+    return sorted(chosen) if chosen or not may_split else list(range(min(room, len(uids))))
 
 
 def _entries(tensors: Batch, name: str, lengths: Sequence[int]) -> list[np.ndarray]:
