@@ -14,6 +14,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -90,13 +92,28 @@ class StatusFile:
     def _run(self) -> None:
         written: dict[str, Any] = {}
         written_at = float("-inf")
-        while not self._is_over.wait(INTERVAL_S if written else 0.0):
-            status = self._status()
+        wait_s = 0.0
+        while not self._is_over.wait(wait_s):
             now = time.monotonic()
-            if status != written or now - written_at >= HEARTBEAT_S:
-                self._write(status)
-                written, written_at = status, now
-        self._write(self._status())
+            wait_s = INTERVAL_S
+            with self._guarded():
+                status = self._status()
+                if status != written or now - written_at >= HEARTBEAT_S:
+                    self._write(status)
+                    written, written_at = status, now
+        with self._guarded():
+            self._write(self._status())
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Log the first error, and go on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the thread must live as long as the run
+            if not self._has_failed:
+                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                logger.warning("%s cannot be written (%s); the run goes on without it", self._path, reason)
+            self._has_failed = True
 
     def _status(self) -> dict[str, Any]:
         """All but what changes with the clock."""
@@ -121,7 +138,7 @@ class StatusFile:
             "step": self._step,
             "total_steps": self._total_steps,
             "phases": phases,
-            "step_seconds": [round(seconds, 3) for seconds in self._step_times.durations],
+            "step_seconds": [round(seconds, 3) for seconds in list(self._step_times.durations)],
         }
 
     def _write(self, status: dict[str, Any]) -> None:
@@ -129,12 +146,7 @@ class StatusFile:
         if left is not None:
             left = round(max(0.0, left - (time.monotonic() - self._logged_at)), 1)
         text = json.dumps(status | {"time": round(time.time(), 3), "seconds_left": left}, ensure_ascii=True)
-        try:
-            atomic_write_bytes(self._path, text.encode() + b"\n", sync=False)
-        except OSError as error:
-            if not self._has_failed:
-                logger.warning("%s cannot be written (%s); the run goes on without it", self._path, error.strerror)
-            self._has_failed = True
+        atomic_write_bytes(self._path, text.encode() + b"\n", sync=False)
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

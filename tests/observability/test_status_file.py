@@ -122,6 +122,26 @@ def test_a_full_disk_does_no_harm(
     ]
 
 
+def test_the_thread_outlives_any_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [RuntimeError("deque mutated during iteration"), ValueError("odd")]
+
+    def broken() -> list[Any]:
+        if errors:
+            raise errors.pop(0)
+        return []
+
+    monkeypatch.setattr(status_file, "current", broken)
+    with caplog.at_level(logging.WARNING), StatusFile(tmp_path, 0, 10) as status:
+        wait_for(tmp_path, lambda found: found["state"] == "running")
+        status.log({}, 7)
+        wait_for(tmp_path, lambda found: found["step"] == 7)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / STATUS} cannot be written (RuntimeError: deque mutated during iteration); the run goes on without it"
+    ]
+
+
 def test_a_disk_that_hangs_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     monkeypatch.setattr(status_file, "atomic_write_bytes", lambda *args, **kwargs: released.wait())
