@@ -42,10 +42,10 @@ REASON_CHARS = 2000
 class StatusFile:
     """Context manager around a run: `running` inside, and at the end what `ended` has said, or the exception that passes through.
 
-    step: the last one that was logged. total_steps: of the whole run.
+    step: the last one that was logged. total_steps: of the whole run; None if it is not known yet.
     """
 
-    def __init__(self, folder: Path, step: int, total_steps: int) -> None:
+    def __init__(self, folder: Path, step: int, total_steps: int | None) -> None:
         self._path = folder / STATUS
         self._head = {"pid": os.getpid(), "host": socket.gethostname(), "started": round(time.time(), 3)}
         self._step, self._total_steps = step, total_steps
@@ -54,9 +54,14 @@ class StatusFile:
         self._logged_at = time.monotonic()
         self._state: State = "running"
         self._reason: str | None = None
+        self._end: tuple[State, str | None] | None = None
         self._has_failed = False
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+
+    def resume(self, step: int, total_steps: int) -> None:
+        """The run goes on after `step`."""
+        self._step, self._total_steps = step, total_steps
 
     def log(self, metrics: Metrics, step: int) -> None:
         """A step is complete."""
@@ -66,8 +71,8 @@ class StatusFile:
         self._step = step
 
     def ended(self, state: State, reason: str | None = None) -> None:
-        self._state = state
-        self._reason = None if reason is None else " ".join(reason.split())[:REASON_CHARS]
+        """How the run ends; written when the context is left, so that a finished run has also closed everything inside."""
+        self._end = state, reason
 
     def __enter__(self) -> "StatusFile":
         try:
@@ -81,10 +86,16 @@ class StatusFile:
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
             self.ended("stopped", "stopped by the user, without a checkpoint of the step")
-        elif error is not None and self._state != "failed":
+        elif error is not None and (self._end is None or self._end[0] != "failed"):
             self.ended("failed", f"{type(error).__name__}: {error}")
-        elif self._state == "running":
+        elif self._end is None and self._total_steps is not None and self._step >= self._total_steps:
             self.ended("finished")
+        elif self._end is None:
+            self.ended("stopped", f"ended after step {self._step}, before its last one")
+        assert self._end is not None
+        state, reason = self._end
+        self._reason = None if reason is None else " ".join(reason.split())[:REASON_CHARS]
+        self._state = state
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
