@@ -122,7 +122,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "timing_s/reward": "seconds of scoring; with `rollout.mode=async` those after the last response was generated",
         "perf/rollout_<first_group,half_groups,last_group>_s": "seconds until the first, half and all of the prompts had their samples (`rollout.mode=async`)",
         "perf/reward_idle_fraction": "fraction of generation and scoring in which no reward was computed (`rollout.mode=async`)",
-        "timing_s/<gen_max,old_log_prob,ref,values,adv,update_critic,update_actor,update_weights,testing,save_checkpoint>": "seconds of the other stages",
+        "timing_s/<gen_max,old_log_prob,ref,values,adv,update_critic,update_actor,update_weights,dump_rollouts,testing,save_checkpoint>": "seconds of the other stages",
         "timing_per_token_ms/<stage>": "milliseconds per token: of the response for `gen`, of the whole sequence for other stages",
         "perf/throughput": "tokens (prompt and response, or all of the sequences in SFT) per second and GPU",
         "perf/time_per_step": "the same as `timing_s/step`",

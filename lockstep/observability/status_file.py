@@ -14,6 +14,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -40,10 +42,10 @@ REASON_CHARS = 2000
 class StatusFile:
     """Context manager around a run: `running` inside, and at the end what `ended` has said, or the exception that passes through.
 
-    step: the last one that was logged. total_steps: of the whole run.
+    step: the last one that was logged. total_steps: of the whole run; None if it is not known yet.
     """
 
-    def __init__(self, folder: Path, step: int, total_steps: int) -> None:
+    def __init__(self, folder: Path, step: int, total_steps: int | None) -> None:
         self._path = folder / STATUS
         self._head = {"pid": os.getpid(), "host": socket.gethostname(), "started": round(time.time(), 3)}
         self._step, self._total_steps = step, total_steps
@@ -52,9 +54,14 @@ class StatusFile:
         self._logged_at = time.monotonic()
         self._state: State = "running"
         self._reason: str | None = None
+        self._end: tuple[State, str | None] | None = None
         self._has_failed = False
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+
+    def resume(self, step: int, total_steps: int) -> None:
+        """The run goes on after `step`."""
+        self._step, self._total_steps = step, total_steps
 
     def log(self, metrics: Metrics, step: int) -> None:
         """A step is complete."""
@@ -64,8 +71,8 @@ class StatusFile:
         self._step = step
 
     def ended(self, state: State, reason: str | None = None) -> None:
-        self._state = state
-        self._reason = None if reason is None else " ".join(reason.split())[:REASON_CHARS]
+        """How the run ends; written when the context is left, so that a finished run has also closed everything inside."""
+        self._end = state, reason
 
     def __enter__(self) -> "StatusFile":
         try:
@@ -79,10 +86,16 @@ class StatusFile:
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
             self.ended("stopped", "stopped by the user, without a checkpoint of the step")
-        elif error is not None and self._state != "failed":
+        elif error is not None and (self._end is None or self._end[0] != "failed"):
             self.ended("failed", f"{type(error).__name__}: {error}")
-        elif self._state == "running":
+        elif self._end is None and self._total_steps is not None and self._step >= self._total_steps:
             self.ended("finished")
+        elif self._end is None:
+            self.ended("stopped", f"ended after step {self._step}, before its last one")
+        assert self._end is not None
+        state, reason = self._end
+        self._reason = None if reason is None else " ".join(reason.split())[:REASON_CHARS]
+        self._state = state
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_TIMEOUT_S)
@@ -90,13 +103,28 @@ class StatusFile:
     def _run(self) -> None:
         written: dict[str, Any] = {}
         written_at = float("-inf")
-        while not self._is_over.wait(INTERVAL_S if written else 0.0):
-            status = self._status()
+        wait_s = 0.0
+        while not self._is_over.wait(wait_s):
             now = time.monotonic()
-            if status != written or now - written_at >= HEARTBEAT_S:
-                self._write(status)
-                written, written_at = status, now
-        self._write(self._status())
+            wait_s = INTERVAL_S
+            with self._guarded():
+                status = self._status()
+                if status != written or now - written_at >= HEARTBEAT_S:
+                    self._write(status)
+                    written, written_at = status, now
+        with self._guarded():
+            self._write(self._status())
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Log the first error, and go on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the thread must live as long as the run
+            if not self._has_failed:
+                reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+                logger.warning("%s cannot be written (%s); the run goes on without it", self._path, reason)
+            self._has_failed = True
 
     def _status(self) -> dict[str, Any]:
         """All but what changes with the clock."""
@@ -121,7 +149,7 @@ class StatusFile:
             "step": self._step,
             "total_steps": self._total_steps,
             "phases": phases,
-            "step_seconds": [round(seconds, 3) for seconds in self._step_times.durations],
+            "step_seconds": [round(seconds, 3) for seconds in list(self._step_times.durations)],
         }
 
     def _write(self, status: dict[str, Any]) -> None:
@@ -129,12 +157,7 @@ class StatusFile:
         if left is not None:
             left = round(max(0.0, left - (time.monotonic() - self._logged_at)), 1)
         text = json.dumps(status | {"time": round(time.time(), 3), "seconds_left": left}, ensure_ascii=True)
-        try:
-            atomic_write_bytes(self._path, text.encode() + b"\n", sync=False)
-        except OSError as error:
-            if not self._has_failed:
-                logger.warning("%s cannot be written (%s); the run goes on without it", self._path, error.strerror)
-            self._has_failed = True
+        atomic_write_bytes(self._path, text.encode() + b"\n", sync=False)
 
 
 def read_status(folder: Path) -> dict[str, Any] | None:

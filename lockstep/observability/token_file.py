@@ -38,6 +38,8 @@ NOT_SAMPLED = -1
 SUFFIX = ".tokens.parquet"
 ABOUT = b"lockstep.tokens"
 """Key of what the file is about, as JSON, in its metadata."""
+MOST_TOKENS = 1_000_000
+"""Of prompts and responses in a file: fewer responses are written if they are long."""
 TOKENS_TOGETHER = 2**16
 """About how many response tokens are read when those of one row are asked for."""
 HOW = "set trainer.rollout_token_data=true when you start or resume a run to write them"
@@ -184,7 +186,7 @@ def read(path: Path, row: int) -> RowTokens:
             if row not in rows:
                 raise NoTokens(
                     f"{path.name} has the tokens of {len(rows)} responses, and not of this one; trainer.rollout_token_rows is how "
-                    "many are kept per step"
+                    f"many are kept per step, with at most {MOST_TOKENS:,} tokens in all"
                 )
             place = rows.index(row)
             for group in range(file.num_row_groups):

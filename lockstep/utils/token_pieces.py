@@ -39,11 +39,14 @@ class TokenPieces:
 
 
 def _decoders_of(tokenizer: Any) -> list[dict[str, Any]]:
-    """The steps of the Rust tokenizer's decoder; empty without one."""
+    """The steps of the Rust tokenizer's decoder; empty without one, and for one written in Python, which cannot be serialized."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     if decoder is None:
         return []
-    state = json.loads(decoder.__getstate__())
+    try:
+        state = json.loads(decoder.__getstate__())
+    except Exception:  # noqa: BLE001 - tokenizers raises no narrower one
+        return []
     return list(_flat(state))
 
 

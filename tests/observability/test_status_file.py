@@ -54,6 +54,7 @@ def test_what_a_run_is_doing(tmp_path: Path) -> None:
         status.log({"timing_s/step": 2.0}, 4)
         found = wait_for(tmp_path, lambda found: found["step"] == 4)
         assert found["step_seconds"] == [2.0] and 10 < found["seconds_left"] <= 12
+        status.ended("finished")
     ended = read_status(tmp_path)
     assert ended is not None and (ended["state"], ended["reason"], ended["phases"]) == ("finished", None, [])
     assert sorted(path.name for path in tmp_path.iterdir()) == [STATUS]
@@ -72,6 +73,24 @@ def test_how_it_ended(tmp_path: Path, error: BaseException, state: str, reason: 
         raise error
     ended = read_status(tmp_path)
     assert ended is not None and (ended["state"], ended["reason"]) == (state, reason)
+
+
+def test_an_end_without_a_word_is_the_last_step_or_a_stop(tmp_path: Path) -> None:
+    for total, state, reason in ((10, "stopped", "ended after step 4, before its last one"), (4, "finished", None)):
+        with StatusFile(tmp_path, 0, None) as status:
+            assert wait_for(tmp_path, lambda found: found["state"] == "running")["total_steps"] is None
+            status.resume(3, total)
+            status.log({}, 4)
+        ended = read_status(tmp_path)
+        assert ended is not None and (ended["state"], ended["reason"], ended["total_steps"]) == (state, reason, total)
+
+
+def test_the_end_is_written_when_it_comes(tmp_path: Path) -> None:
+    with StatusFile(tmp_path, 0, 10) as status:
+        status.ended("finished")
+        status.log({}, 10)
+        assert wait_for(tmp_path, lambda found: found["step"] == 10)["state"] == "running"
+    assert (read_status(tmp_path) or {})["state"] == "finished"
 
 
 def test_a_stop_is_kept(tmp_path: Path) -> None:
@@ -119,6 +138,26 @@ def test_a_full_disk_does_no_harm(
         time.sleep(0.05)
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path / STATUS} cannot be written (No space left on device); the run goes on without it"
+    ]
+
+
+def test_the_thread_outlives_any_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [RuntimeError("deque mutated during iteration"), ValueError("odd")]
+
+    def broken() -> list[Any]:
+        if errors:
+            raise errors.pop(0)
+        return []
+
+    monkeypatch.setattr(status_file, "current", broken)
+    with caplog.at_level(logging.WARNING), StatusFile(tmp_path, 0, 10) as status:
+        wait_for(tmp_path, lambda found: found["state"] == "running")
+        status.log({}, 7)
+        wait_for(tmp_path, lambda found: found["step"] == 7)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / STATUS} cannot be written (RuntimeError: deque mutated during iteration); the run goes on without it"
     ]
 
 

@@ -17,6 +17,7 @@ from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.columns import names_of
 from lockstep.protocol.tokens import read
 from lockstep.trainer.main_ppo import main
+from lockstep.trainer.ppo import token_dump
 from lockstep.trainer.ppo.token_dump import TokenDump, first_groups
 from lockstep.workers.rollout_batch import trajectory_tensors
 from tests.tiny import tiny_tokenizer
@@ -74,10 +75,14 @@ def test_log_probs_that_are_not_the_trainers_are_not_written_as_such(tmp_path: P
 
 
 def test_whole_groups_come_first_and_the_bound_holds(tmp_path: Path) -> None:
-    assert first_groups(["a", "b", "a", "b", "c"], 5) == [0, 1, 2, 3, 4]
-    assert first_groups(["a", "b", "a", "b", "c"], 3) == [0, 2]
-    assert first_groups(["a", "a", "a"], 2) == [0, 1], "not even one group fits"
-    assert first_groups(["a"], 0) == []
+    def first(uids: str, room: int, room_for_tokens: int = 100, may_split: bool = True) -> list[int]:
+        return first_groups(uids, [10] * len(uids), room, room_for_tokens, may_split)
+
+    assert first("ababc", 5) == [0, 1, 2, 3, 4]
+    assert first("ababc", 3) == first("ababc", 5, 30) == [0, 2]
+    assert first("aaa", 2) == first("aaa", 5, 29) == [0, 1], "not even one group fits"
+    assert first("aaa", 2, may_split=False) == []
+    assert first("a", 0) == first("a", 5, 9) == []
     path = dumped(tmp_path, batch_of_turns(), max_rows=3)
     assert token_file.rows_in(path) == [0, 1]
     with pytest.raises(NoTokens, match="tokens of 2 responses"):
@@ -93,12 +98,41 @@ def test_rows_are_counted_over_the_batches_of_a_validation(tmp_path: Path) -> No
     assert token_file.read(tmp_path / "0.tokens.parquet", 4).uid == "4:a"
 
 
+def test_tokens_are_bounded_over_the_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_file, "MOST_TOKENS", 40)
+    tokens = TokenDump(tiny_tokenizer(), 256)
+    for number in range(3):  # 24 tokens each, 8 of the first group
+        tokens.add(batch_of_turns(), [f"{4 * number}:{uid}" for uid in "aabb"])
+    tokens.write(str(tmp_path), 0)
+    assert token_file.rows_in(tmp_path / "0.tokens.parquet") == [0, 1, 2, 3, 4, 5, 8, 9]
+
+
+def test_only_the_first_group_of_a_validation_is_split(tmp_path: Path) -> None:
+    tokens = TokenDump(tiny_tokenizer(), 5)
+    for number in range(2):
+        tokens.add(batch_of_turns(), [f"{4 * number}:{uid}" for uid in "aabb"])
+    tokens.write(str(tmp_path), 0)
+    assert token_file.rows_in(tmp_path / "0.tokens.parquet") == [0, 1, 2, 3]
+
+
+def test_no_file_without_rows(tmp_path: Path) -> None:
+    TokenDump(tiny_tokenizer(), 5).write(str(tmp_path), 0)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_step_that_is_run_again_replaces_or_removes_its_tokens(tmp_path: Path) -> None:
     dumped(tmp_path, batch_of_turns(), max_rows=4)
     path = dumped(tmp_path, batch_of_turns(), max_rows=2)
     assert token_file.rows_in(path) == [0, 1]
     dumped(tmp_path, batch_of_turns(), max_rows=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_tokenizer_is_read_if_no_token_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_dump, "TokenPieces", None)
+    dumped(tmp_path, batch_of_turns(), max_rows=0)
+    with pytest.raises(TypeError):
+        dumped(tmp_path, batch_of_turns(), max_rows=1)
 
 
 def run(arguments: list[str], folder: Path) -> list[dict[str, Any]]:
@@ -125,7 +159,7 @@ def test_tokens_of_a_run_agree_with_its_metrics_and_texts(
     settings = ["actor_rollout_ref.actor.use_kl_loss=true", "trainer.total_training_steps=1", "trainer.test_freq=1"]
     metrics = run([*overrides, *settings], tmp_path / "run")[-1]
     rows = rows_of(tmp_path / "run/rollouts/1.jsonl")
-    assert len(rows) == 4
+    assert len(rows) == 4 and metrics["timing_s/dump_rollouts"] > 0
     every: dict[str, list[float]] = {}
     for row, tokens in rows:
         assert text_of(tokens) == row["output"] and len(tokens.ids) == row["length"] and tokens.uid == row["uid"]

@@ -1,5 +1,6 @@
 """A run's folder: what it resumes from, when it saves, what it logs and in which order it closes."""
 
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from lockstep.config.preference import DPOConfig
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.observability.run_folder import PLAN
 from lockstep.observability.status_file import read_status
+from lockstep.trainer.run import training_run
+from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.utils.state_file import load_state
 from tests.metrics import metrics_of
@@ -128,6 +131,51 @@ def test_the_status_says_how_a_run_ended(tmp_path: Path) -> None:
     status = read_status(tmp_path / "failed")
     assert status is not None and status["state"] == "failed"
     assert status["reason"].startswith("No space left on device in trainer.default_local_dir=")
+
+
+def state_in(folder: Path) -> Any:
+    return (read_status(folder) or {}).get("state")
+
+
+def test_a_resumed_run_is_running_before_its_models_are_loaded(tmp_path: Path) -> None:
+    with run_of(tmp_path) as run:
+        run.claim()
+        run.open(0, 3, {})
+        run.log({"loss": 1.0}, 2)
+        run.stopped(2, "the user")
+    assert state_in(tmp_path) == "stopped"
+    with pytest.raises(RunError), run_of(tmp_path) as run:
+        run.lock(3)
+        while state_in(tmp_path) != "running":
+            time.sleep(0.01)
+        raise RunError("the model cannot be loaded")
+    status = read_status(tmp_path) or {}
+    assert (status["state"], status["reason"]) == ("failed", "the model cannot be loaded")
+    assert (status["step"], status["total_steps"]) == (2, 3)
+
+
+def test_a_run_is_finished_when_its_trackers_are(tmp_path: Path) -> None:
+    seen = []
+    with run_of(tmp_path) as run:
+        run.claim()
+        run.callback(lambda: seen.append(state_in(tmp_path)))
+        run.open(0, 1, {})
+        while state_in(tmp_path) is None:
+            time.sleep(0.01)
+        run.log({}, 1)
+        run.done(1)
+    assert seen == ["running"] and state_in(tmp_path) == "finished"
+
+
+def test_a_failed_explanation_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(training_run, "explain", broken)
+    with pytest.raises(KeyError, match="the real one"), run_of(tmp_path) as run:
+        run.claim()
+        raise KeyError("the real one")
+    assert (read_status(tmp_path) or {})["reason"] == "KeyError: 'the real one'"
 
 
 def test_a_validation_leaves_the_status_of_the_training(tmp_path: Path) -> None:

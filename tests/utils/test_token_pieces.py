@@ -46,3 +46,16 @@ def test_other_tokenizers_decode_each_token() -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     assert TokenPieces(fast)([1, 0, 1]) == [b"two", b"one", b"two"]
+
+
+def test_a_decoder_written_in_python_is_used_token_by_token() -> None:
+    class Upper:
+        def decode_chain(self, tokens: list[str]) -> list[str]:
+            return [token.upper() for token in tokens]
+
+    tokenizer = Tokenizer(models.WordLevel({"one": 0, "two": 1, "?": 2}, unk_token="?"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.backend_tokenizer.decoder = decoders.Decoder.custom(Upper())
+    with pytest.raises(Exception, match="cannot be serialized"):
+        fast.backend_tokenizer.decoder.__getstate__()
+    assert TokenPieces(fast)([1, 0]) == [b"TWO", b"ONE"]

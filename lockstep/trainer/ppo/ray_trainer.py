@@ -214,7 +214,8 @@ class PPOTrainer:
         metrics |= self._update(chosen, timing)
 
         if (folder := config.trainer.rollout_data_dir) is not None:
-            self._dump(batch, folder, old_log_probs)
+            with marked_timer("dump_rollouts", timing):
+                self._dump(batch, folder, old_log_probs)
         return batch, metrics
 
     def _dump(self, batch: DataProto, folder: str, old_log_probs: OldLogProbs) -> None:

@@ -188,6 +188,8 @@ class TaskRunner:
                 closing.callback(self._close, trainer)
                 if self.last_checkpoint is None and trainer.run.is_finished(trainer.total_training_steps):
                     return 0
+                closing.push(trainer.run)
+                trainer.run.lock(trainer.total_training_steps)
                 logger.info("loading models: %s", _models(config, self.role_worker_mapping))
                 with phase("load models"):
                     trainer.init_workers()

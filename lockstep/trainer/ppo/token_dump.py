@@ -1,6 +1,7 @@
 """The per-token data of a step or a validation (`trainer.rollout_token_data`): batches ─► `observability/token_file.py`."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ FROM_THE_PASS = ("old_log_probs", "entropys")
 
 
 class TokenDump:
-    """Collects the tokens of the first responses, whole groups as long as they fit.
+    """Collects the tokens of the first responses, whole groups as long as they fit, and no more than `token_file.MOST_TOKENS`.
 
-    max_rows:      responses that are kept; with 0, `write` removes what an earlier run of the step wrote.
+    max_rows:      responses that are kept; without any, `write` removes what an earlier run of the step wrote.
     old_log_probs: where the old log-probs of the step come from; None in validation.
     """
 
@@ -32,8 +33,9 @@ class TokenDump:
     ) -> None:
         self.max_rows = max_rows
         self.old_log_probs = old_log_probs
-        self._pieces = TokenPieces(tokenizer)
+        self._tokenizer = tokenizer
         self._num_seen = 0
+        self._num_tokens = 0
         self._columns: dict[str, list[Any]] = {"row": [], "uid": []}
 
     @classmethod
@@ -43,16 +45,26 @@ class TokenDump:
         """With as many rows as the config says."""
         return cls(tokenizer, config.rollout_token_rows if config.rollout_token_data else 0, old_log_probs)
 
+    @cached_property
+    def _pieces(self) -> TokenPieces:
+        return TokenPieces(self._tokenizer)
+
     @property
     def num_rows(self) -> int:
         return len(self._columns["row"])
 
     def add(self, batch: DataProto, uids: Sequence[str]) -> None:
         """The next rows of the dump, with their uids in it."""
-        rows = first_groups(uids, self.max_rows - self.num_rows)
         first, self._num_seen = self._num_seen, self._num_seen + len(batch)
+        if self.num_rows >= self.max_rows:
+            return
+        prompt_B, response_B = lengths_of(batch.tensors)
+        sizes = (prompt_B + response_B).tolist()
+        room, room_for_tokens = self.max_rows - self.num_rows, token_file.MOST_TOKENS - self._num_tokens
+        rows = first_groups(uids, sizes, room, room_for_tokens, may_split=self.num_rows == 0)
         if not rows:
             return
+        self._num_tokens += sum(sizes[row] for row in rows)
         numbers = [name for name in token_file.NUMBERS if name not in FROM_THE_PASS or self.old_log_probs == "pass"]
         names = [name for name in ("response_mask", "policy_versions", *numbers) if name in batch.tensors]
         tensors = batch.select(["prompts", "responses", "attention_mask", *names], []).select_idxs(rows).tensors
@@ -68,24 +80,40 @@ class TokenDump:
     def write(self, folder: str, step: int) -> None:
         """Write them beside the step's dump."""
         path = token_file.token_path(Path(folder).expanduser() / f"{step}.jsonl")
-        if self.max_rows == 0:
+        if self.num_rows == 0:
             path.unlink(missing_ok=True)
             return
         columns = {name: values for name, values in self._columns.items() if len(values) == self.num_rows}
         token_file.write(path, columns, {"step": step, "old_log_probs": self.old_log_probs})
 
 
-def first_groups(uids: Sequence[str], room: int) -> list[int]:
-    """At most `room` rows, in order: those of the first groups that fit whole or, if not even one does, the first rows."""
+def first_groups(
+    uids: Sequence[str], sizes: Sequence[int], room: int, room_for_tokens: int, may_split: bool = True
+) -> list[int]:
+    """Rows that fit, in order: those of the first groups that fit whole or, if not even one does, the first rows.
+
+    sizes:     tokens of each row.
+    may_split: False gives no rows then.
+    """
     groups: dict[str, list[int]] = {}
     for row, uid in enumerate(uids):
         groups.setdefault(uid, []).append(row)
+    chosen = _that_fit(list(groups.values()), sizes, room, room_for_tokens)
+    if not chosen and may_split:
+        chosen = _that_fit([[row] for row in range(len(uids))], sizes, room, room_for_tokens)
+    return sorted(chosen)
+
+
+def _that_fit(groups: list[list[int]], sizes: Sequence[int], room: int, room_for_tokens: int) -> list[int]:
+    """The rows of the first groups."""
     chosen: list[int] = []
-    for rows in groups.values():
-        if len(chosen) + len(rows) > room:
+    for rows in groups:
+        room -= len(rows)
+        room_for_tokens -= sum(sizes[row] for row in rows)
+        if min(room, room_for_tokens) < 0:
             break
         chosen += rows
-    return sorted(chosen) if chosen else list(range(min(room, len(uids))))
+    return chosen
 
 
 def _entries(tensors: Batch, name: str, lengths: Sequence[int]) -> list[np.ndarray]:

@@ -110,11 +110,12 @@ def validate(
     scored = (
         sampling.score(sampling.generate_for_validation(prompts, rows, step=step), limited) for rows, prompts in batches
     )
-    tokens = TokenDump.asked_for(config.trainer, tokenizer)
+    folder = config.trainer.validation_data_dir
+    tokens = TokenDump.asked_for(config.trainer, tokenizer) if folder is not None else None
     responses = Responses.of(scored, tokenizer, tokens)
-    if config.trainer.validation_data_dir is not None:
-        responses.dump(config.trainer.validation_data_dir, step)
-        tokens.write(config.trainer.validation_data_dir, step)
+    if folder is not None and tokens is not None:
+        responses.dump(folder, step)
+        tokens.write(folder, step)
     if (num_logged := config.trainer.log_val_generations) > 0:
         samples = list(zip(responses.inputs, responses.outputs, responses.scores))[:num_logged]
         tracking.log_table("val/generations", ["input", "output", "score"], samples, step)

@@ -1,6 +1,6 @@
 """A training run, whatever it trains: its folder with lock, checkpoints and configs, remote copies, trackers, and when it saves.
 
-claim ─► (the trainer loads the checkpoint) ─► open ─► [ log, save ]* ─► close
+lock ─► (models are loaded) ─► claim ─► (the trainer loads the checkpoint) ─► open ─► [ log, save ]* ─► close
 """
 
 import logging
@@ -23,6 +23,7 @@ from lockstep.observability.run_folder import CONFIG
 from lockstep.observability.status_file import StatusFile
 from lockstep.observability.trackers import Tracking
 from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
+from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.run.failures import explain
 from lockstep.trainer.run.memory_check import write_plan
 from lockstep.trainer.run.remote_copies import RemoteCopies
@@ -63,6 +64,7 @@ class TrainingRun(ExitStack):
         self._has_saved = False
         self.last_checkpoint: Path | None = None
         self.tracking: Any = None
+        self._is_locked = False
         self._status: StatusFile | None = None
         self.is_open = False
 
@@ -90,13 +92,28 @@ class TrainingRun(ExitStack):
     def log_nothing_to_do(self, step: int, num_steps: int) -> None:
         logger.info("nothing to do: the run is already at step %d of %d", step, num_steps)
 
+    def lock(self, num_steps: int | None = None) -> None:
+        """Lock the folder, whose `status.json` then says that the run is running; no-op if it is locked.
+
+        num_steps: of the whole run, if known.
+        """
+        if self._is_locked:
+            return
+        self.enter_context(RunLock(self.folder))
+        self._is_locked = True
+        self.callback(setattr, self, "_is_locked", False)
+        self.checkpoints.clean_stale()
+        if self.trains:
+            tracked = None if self.config.trainer.resume_mode == "disable" else last_step(self.folder / METRICS_FILE)
+            self._status = self.enter_context(StatusFile(self.folder, tracked or 0, num_steps))
+            self.push(self._note_failure)
+
     def claim(self, resume_from: Path | None = None) -> tuple[int, Path] | None:
         """Lock the folder and find the checkpoint to resume from: its step and folder; None to start at step 0.
 
         resume_from: overrides the config.
         """
-        self.enter_context(RunLock(self.folder))
-        self.checkpoints.clean_stale()
+        self.lock()
         config = self.config.trainer
         mode, path = ("resume_path", str(resume_from)) if resume_from else (config.resume_mode, config.resume_from_path)
         found = self._find(mode, path)
@@ -133,6 +150,8 @@ class TrainingRun(ExitStack):
     def open(self, step: int, num_steps: int, metrics: dict[str, Any]) -> None:
         """Save the config and open the trackers. metrics: those of `step`, logged if the process died before it did so."""
         config = self.config.trainer
+        if self._status is not None:
+            self._status.resume(step, num_steps)
         self.write_config(step, num_steps)
         if self.store is not None and self.trains:
             self.callback(self._prune_copied)
@@ -150,8 +169,6 @@ class TrainingRun(ExitStack):
         self.callback(self.tracking.finish)
         if self.trains:
             write_plan(self.config, self.folder)
-            self._status = self.enter_context(StatusFile(self.folder, step, num_steps))
-            self.push(self._note_failure)
             if config.dashboard:
                 self.enter_context(DashboardChild(self.folder, config.dashboard_port))
         if (self.tracking.last_step or 0) < step:
@@ -171,7 +188,14 @@ class TrainingRun(ExitStack):
 
     def _note_failure(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Give `status.json` the line that the user gets."""
-        if self._status is not None and error is not None and (line := explain(error, self.config)) is not None:
+        if self._status is None or error is None:
+            return
+        try:
+            line = str(error) if isinstance(error, RunError) else explain(error, self.config)
+        except Exception:  # the error of the run is the one to raise
+            logger.debug("cannot explain %r", error, exc_info=True)
+            return
+        if line is not None:
             self._status.ended("failed", line)
 
     def write_config(self, step: int, num_steps: int) -> None:

@@ -42,6 +42,8 @@ def run(config: SupervisedConfig) -> int:
             closing.callback(trainer.close)
             if on_first_rank(lambda: trainer.run.is_finished(trainer.total_training_steps)):
                 return 0
+            closing.push(trainer.run)
+            on_first_rank(lambda: trainer.run.lock(trainer.total_training_steps))
             logger.info("loading the model")
             with phase("load the model"):
                 trainer.load_model()
