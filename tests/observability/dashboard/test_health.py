@@ -114,7 +114,7 @@ def test_events_tell_of_a_new_status(serve: Serve, tmp_path: Path) -> None:
             if lines[-1].startswith(b"event: status"):
                 write_status(run, state="finished")
         last = events.readline()
-    assert b'data: {"run": "run", "step": 2}\n' in lines
+    assert b'data: {"run":"run","step":2}\n' in lines
     assert json.loads(last.removeprefix(b"data: ")) == {"run": "run", "state": "finished"}
 
 
