@@ -172,7 +172,7 @@ class DashboardApp:
         )
 
     async def _events(self, request: Request) -> Response:
-        """One event per change of a run: a message for a step, an event `status` for a new status.json."""
+        """One event per change of a run: a message for a step, an event `status` for a new status.json or another state."""
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         return StreamingResponse(self._changes(), media_type="text/event-stream")
@@ -211,7 +211,8 @@ class DashboardApp:
     def _run_now(self, run: RunFolder) -> "RunNow":
         before = self._last_look.get(run.name)
         step, written_ns = run.metrics.last()[0], run.written_ns(STATUS)
-        if before is not None and before.written_ns == written_ns:
+        changes_with_time = before is None or before.state in ("running", "silent")
+        if before is not None and before.written_ns == written_ns and not changes_with_time:
             return RunNow(step, written_ns, before.state)
         return RunNow(step, written_ns, run_state(run))
 
@@ -230,7 +231,7 @@ def _events_of(name: str, before: RunNow | None, now: RunNow | None) -> Iterator
     step = None if now is None else now.step
     if before is None or before.step != step:
         yield event_bytes({"run": name, "step": step})
-    if now is not None and (before is None or before.written_ns != now.written_ns):
+    if now is not None and (before is None or (before.written_ns, before.state) != (now.written_ns, now.state)):
         yield b"event: status\n" + event_bytes({"run": name, "state": now.state})
 
 
