@@ -206,7 +206,16 @@ class DashboardApp:
             return self._last_look
 
     def _look(self) -> dict[str, "RunNow"]:
-        return {run.name: self._run_now(run) for run in self.runs.all()}
+        return {run.name: self._guarded_run_now(run) for run in self.runs.all()}
+
+    def _guarded_run_now(self, run: RunFolder) -> "RunNow":
+        """A run that cannot be read does not hide the others."""
+        try:
+            return self._run_now(run)
+        except Exception as error:
+            if run.name not in self._last_look:  # once
+                logger.warning("the run %s cannot be read: %s", run.folder, error, exc_info=True)
+            return RunNow(0, 0, "unknown")
 
     def _run_now(self, run: RunFolder) -> "RunNow":
         before = self._last_look.get(run.name)

@@ -13,6 +13,7 @@ from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.dashboard.timeline_reader import read_step
 from lockstep.observability.glossary import explain
 from lockstep.observability.health.process import GIB, TIMERS
+from lockstep.observability.numbers import number
 from lockstep.observability.run_folder import PLAN
 from lockstep.observability.timeline import Steps, drawing, parse_numbers, tracks_of
 from lockstep.utils.spans import Span, Track
@@ -227,8 +228,8 @@ def _of_phases(table: object) -> dict[str, float]:
         return {}
     return {
         (TIMERS.get(name) or name).removeprefix(TIMING): value
-        for name, value in list(table.items())[:200]
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        for name, raw in list(table.items())[:200]
+        if (value := number(raw)) is not None
     }
 
 
