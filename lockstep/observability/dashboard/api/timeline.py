@@ -29,8 +29,9 @@ MOST_PLAN_BYTES = 2**20
 
 
 TIMING, STEP = "timing_s/", "timing_s/step"
-AFTER_STEP = "timing_s/save_checkpoint"
-"""Not part of `timing_s/step`."""
+GENERATION = "timing_s/gen"
+"""Only RL has it."""
+SAVING, VALIDATION = "timing_s/save_checkpoint", "timing_s/testing"
 PEAK, USED = "perf/max_memory_allocated_gb/", "perf/memory_used_gb/"
 SINCE_START = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 
@@ -113,7 +114,8 @@ def time_over_run(request: ApiRequest) -> dict[str, Any]:
     phases = [name for name in names if name.startswith(TIMING) and name != STEP]
     columns = {name: _mean_per_step(metrics, name, steps, bins) for name in phases}
     whole = [sum(totals[first:last]) / (last - first) for first, last in bins]
-    inside = [column for name, column in columns.items() if name != AFTER_STEP]
+    after_step = (SAVING,) if GENERATION in names else (SAVING, VALIDATION)  # the step of RL includes validation
+    inside = [column for name, column in columns.items() if name not in after_step]
     rest = [max(0.0, total - sum(values)) for total, *values in zip(whole, *inside)]
     rows = [
         {"name": name.removeprefix(TIMING), "meaning": explain(name), "seconds": _shortened(column)}
