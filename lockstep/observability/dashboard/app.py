@@ -5,6 +5,7 @@ import hmac
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
@@ -114,14 +115,14 @@ class DashboardApp:
     async def _file(self, request: Request) -> Response:
         name = request.path_params["name"]
         path = (STATIC / name).resolve() if name.isprintable() else STATIC
-        if not path.is_relative_to(STATIC) or path.suffix not in TYPES or not path.is_file():
+        if not path.is_relative_to(STATIC) or path.suffix not in TYPES or not os.path.isfile(path):
             return PlainTextResponse("not found", status_code=404)
         return Response(path.read_bytes(), media_type=f"{TYPES[path.suffix]}; charset=utf-8")
 
     async def _docs(self, request: Request) -> Response:
         path = DOCS / request.path_params["name"]
-        if path.suffix != ".md" or not path.is_file():
-            return PlainTextResponse(f"docs/{path.name} is not installed here", status_code=404)
+        if path.suffix != ".md" or not os.path.isfile(path):
+            return PlainTextResponse(f"docs/{path.name[:100]} is not installed here", status_code=404)
         return PlainTextResponse(path.read_bytes())
 
     async def _plotly(self, request: Request) -> Response:

@@ -141,7 +141,7 @@ def test_pages_of_the_docs(serve: Serve, tmp_path: Path) -> None:
     url = serve(tmp_path)
     with urllib.request.urlopen(f"{url}/docs/metrics.md") as response:
         assert response.headers["content-type"].startswith("text/plain") and b"What to watch" in response.read()
-    for path in ("nothing.md", "..%2Fpyproject.toml", "%2e%2e", "assets"):
+    for path in ("nothing.md", "x" * 256 + ".md", "..%2Fpyproject.toml", "%2e%2e", "assets"):
         assert status_of(f"{url}/docs/{path}") == 404
 
 
