@@ -5,6 +5,7 @@ metrics.jsonl ───────────► final, best, mean values ─�
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -121,6 +122,7 @@ def read_config(path: Path) -> dict[str, Any]:
         tree = read_yaml(path)
         if not isinstance(tree, dict):
             raise TypeError("it has no settings")
+        json.dumps(tree, default=str, skipkeys=True)  # ValueError if a part of it is inside itself
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return dict(leaves(tree))

@@ -117,7 +117,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "checkpoint/remote_behind": "saves that are newer than the newest complete copy; 0: the store is up to date",
     },
     "Time and memory": {
-        "timing_s/step": "seconds of the step, with validation and without saving",
+        "timing_s/step": "seconds of the step without saving; with validation in RL, without it in supervised training",
         "timing_s/gen": "seconds of generation; `gen_max` is the greedy baseline of ReMax (`rollout.mode=sync`)",
         "timing_s/reward": "seconds of scoring; with `rollout.mode=async` those after the last response was generated",
         "perf/rollout_<first_group,half_groups,last_group>_s": "seconds until the first, half and all of the prompts had their samples (`rollout.mode=async`)",

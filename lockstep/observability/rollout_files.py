@@ -131,16 +131,22 @@ def _dump_folder(run: Path, config: Path, key: str) -> tuple[str | None, Path | 
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{config} is not the config of a run ({type(error).__name__})") from None
     local_dir = tree["trainer"]["default_local_dir"]
+    if not (value := get_in(tree, key, None)):
+        return None, None
+    if not isinstance(value, str):
+        raise ValueError(f"{config}: {key} is not a path but {type(value).__name__}")
     try:
-        if not (value := resolved_value(tree, key)):
-            return None, None
-    except ValueError:  # it names an environment variable that is not set here
-        return get_in(tree, key, None), None
-    with suppress(ValueError):
+        value = str(resolved_value(tree, key) or "")
+        path = Path(value).expanduser()
+    except (ValueError, RuntimeError):  # an environment variable that is not set here, or a user that does not exist
+        return value, None
+    if not value:
+        return None, None
+    with suppress(ValueError, RecursionError):
         local_dir = resolved_value(tree, "trainer.default_local_dir")
     started_in = Path(str(run.resolve()).removesuffix(str(local_dir or ".")))  # unless the run was moved
-    places = [folder / Path(value).expanduser() for folder in (Path(), started_in, run)]
-    return value, next((place for place in places if place.is_dir()), None)
+    places = [folder / path for folder in (Path(), started_in, run)]
+    return value, next((place for place in places if os.path.isdir(place)), None)
 
 
 def read_groups(path: Path) -> list[Group]:

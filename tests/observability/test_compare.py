@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from lockstep import cli
-from lockstep.observability.compare import different_settings, results
+from lockstep.observability.compare import different_settings, read_config, results
 from lockstep.observability.curves import read_runs
 
 CORE = "val-core/openai/gsm8k/acc/mean@1"
@@ -91,3 +91,10 @@ def test_settings_are_those_of_the_last_step(tmp_path: Path, capsys: pytest.Capt
     (runs[0] / "global_step_2/config.yaml").write_text(yaml.safe_dump({"trainer": {"seed": 4}}))
     assert cli.main(["compare", *map(str, runs)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split() == ["trainer.seed", "4", "5"]
+
+
+@pytest.mark.parametrize("text", ["a: &a {b: *a}", "a: &a [1, *a]"])
+def test_a_config_that_is_inside_itself(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.yaml cannot be read: Circular reference"):
+        read_config(tmp_path / "config.yaml")

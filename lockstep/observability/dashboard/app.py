@@ -5,6 +5,7 @@ import hmac
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
@@ -114,14 +115,14 @@ class DashboardApp:
     async def _file(self, request: Request) -> Response:
         name = request.path_params["name"]
         path = (STATIC / name).resolve() if name.isprintable() else STATIC
-        if not path.is_relative_to(STATIC) or path.suffix not in TYPES or not path.is_file():
+        if not path.is_relative_to(STATIC) or path.suffix not in TYPES or not os.path.isfile(path):
             return PlainTextResponse("not found", status_code=404)
         return Response(path.read_bytes(), media_type=f"{TYPES[path.suffix]}; charset=utf-8")
 
     async def _docs(self, request: Request) -> Response:
         path = DOCS / request.path_params["name"]
-        if path.suffix != ".md" or not path.is_file():
-            return PlainTextResponse(f"docs/{path.name} is not installed here", status_code=404)
+        if path.suffix != ".md" or not os.path.isfile(path):
+            return PlainTextResponse(f"docs/{path.name[:100]} is not installed here", status_code=404)
         return PlainTextResponse(path.read_bytes())
 
     async def _plotly(self, request: Request) -> Response:
@@ -172,7 +173,7 @@ class DashboardApp:
         )
 
     async def _events(self, request: Request) -> Response:
-        """One event per change of a run: a message for a step, an event `status` for a new status.json."""
+        """One event per change of a run: a message for a step, an event `status` for a new status.json or another state."""
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         return StreamingResponse(self._changes(), media_type="text/event-stream")
@@ -206,12 +207,22 @@ class DashboardApp:
             return self._last_look
 
     def _look(self) -> dict[str, "RunNow"]:
-        return {run.name: self._run_now(run) for run in self.runs.all()}
+        return {run.name: self._guarded_run_now(run) for run in self.runs.all()}
+
+    def _guarded_run_now(self, run: RunFolder) -> "RunNow":
+        """A run that cannot be read does not hide the others."""
+        try:
+            return self._run_now(run)
+        except Exception as error:
+            if run.name not in self._last_look:  # once
+                logger.warning("the run %s cannot be read: %s", run.folder, error, exc_info=True)
+            return RunNow(0, 0, "unknown")
 
     def _run_now(self, run: RunFolder) -> "RunNow":
         before = self._last_look.get(run.name)
         step, written_ns = run.metrics.last()[0], run.written_ns(STATUS)
-        if before is not None and before.written_ns == written_ns:
+        changes_with_time = before is None or before.state in ("running", "silent")
+        if before is not None and before.written_ns == written_ns and not changes_with_time:
             return RunNow(step, written_ns, before.state)
         return RunNow(step, written_ns, run_state(run))
 
@@ -230,7 +241,7 @@ def _events_of(name: str, before: RunNow | None, now: RunNow | None) -> Iterator
     step = None if now is None else now.step
     if before is None or before.step != step:
         yield event_bytes({"run": name, "step": step})
-    if now is not None and (before is None or before.written_ns != now.written_ns):
+    if now is not None and (before is None or (before.written_ns, before.state) != (now.written_ns, now.state)):
         yield b"event: status\n" + event_bytes({"run": name, "state": now.state})
 
 

@@ -4,6 +4,7 @@
 """
 
 import html
+import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from lockstep.observability.dashboard.page import APIS, STATIC, json_bytes, plot
 from lockstep.observability.dashboard.request import MOST_CHOSEN, ApiRequest, Recorded, Recorder
 from lockstep.observability.dashboard.runs import RunFolder, Runs
 from lockstep.utils.files import atomic_write_bytes
+
+logger = logging.getLogger(__name__)
 
 MOST_BYTES = 14_000_000
 """Of the answers; plotly's script adds 5 MB."""
@@ -55,9 +58,12 @@ def recorded_answers(runs: Runs, found: Sequence[RunFolder]) -> tuple[dict[str, 
             continue
         try:
             answer = APIS[wanted.path](ApiRequest(runs, wanted.params))
+            data = script_json(wanted.narrowed(answer) if wanted.narrowed else answer)
         except (ValueError, OSError):  # the page says that it does not have it
             continue
-        data = script_json(wanted.narrowed(answer) if wanted.narrowed else answer)
+        except Exception:
+            logger.exception("%s is left out", wanted.url)
+            continue
         if len(data) > left:
             num_left_out += 1
             continue
@@ -69,8 +75,16 @@ def recorded_answers(runs: Runs, found: Sequence[RunFolder]) -> tuple[dict[str, 
 def _in_turn(found: Sequence[RunFolder]) -> Iterator[Recorded]:
     modules = dict.fromkeys(sys.modules[api.__module__] for api in APIS.values())
     recorders: list[Recorder] = [module.recorded for module in modules if hasattr(module, "recorded")]
-    columns = zip_longest(*(recorder(found) for recorder in recorders))
+    columns = zip_longest(*(_requests(recorder, found) for recorder in recorders))
     return (wanted for wanted in chain.from_iterable(columns) if wanted is not None)
+
+
+def _requests(recorder: Recorder, found: Sequence[RunFolder]) -> Iterator[Recorded]:
+    """What a panel records, up to a failure."""
+    try:
+        yield from recorder(found)
+    except Exception:
+        logger.exception("%s records no more", recorder.__module__)
 
 
 def script_json(data: Any) -> bytes:

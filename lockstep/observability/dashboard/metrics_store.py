@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from lockstep.observability.numbers import number
 from lockstep.utils.untrusted import JSON_ERRORS
 
 CHUNK_BYTES = 1 << 20
@@ -211,7 +212,8 @@ def parse_line(text: bytes) -> Line | None:
     except (TypeError, OverflowError):
         row = dict(_numbers(row))
         values = array("d", row.values())
-    return Line(step, float(time) if type(time) in (int, float) else math.nan, tuple(row), values)
+    logged_at = number(time)
+    return Line(step, math.nan if logged_at is None else logged_at, tuple(row), values)
 
 
 def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -18,6 +18,9 @@ SCANNED_BYTES = 256 * 2**20
 NEAR_BYTES = 2**16
 """Distance from which lines are read one by one."""
 
+MOST_NUMBER = 2**53
+"""Larger integers are no times or ranks, and neither floats nor the page can hold them."""
+
 _HEAD = re.compile(rb'\{"step": ?(\d{1,15}),')
 
 
@@ -112,14 +115,18 @@ def _step(line: bytes) -> int | None:
 def _spans(line: bytes) -> list[Span]:
     try:
         spans = spans_in(json.loads(line))
-    except (*JSON_ERRORS, TypeError, KeyError, AttributeError):
+    except (*JSON_ERRORS, TypeError, KeyError, AttributeError, OverflowError):
         return []
-    kinds = (str, str, int, int, int)
-    return [
-        span
-        for span in spans
-        if all(map(isinstance, (span.name, span.role, span.rank, span.begin_us, span.end_us), kinds))
-    ]
+    return [span for span in spans if _is_sound(span)]
+
+
+def _is_sound(span: Span) -> bool:
+    numbers = (span.rank, span.begin_us, span.end_us)
+    return (
+        isinstance(span.name, str)
+        and isinstance(span.role, str)
+        and all(isinstance(each, int) and abs(each) < MOST_NUMBER for each in numbers)
+    )
 
 
 def _size(file: BinaryIO) -> int:

@@ -59,7 +59,7 @@ def band_of(run: RunFolder, metric: str) -> dict[str, Any]:
 
 
 _read: dict[tuple[Path, int, int], PromptMeans] = {}
-"""By file, size and mtime."""
+"""By file, size and mtime. Other threads may clear it at any time."""
 
 
 def _within(path: Path, left: int) -> tuple[PromptMeans | None, int]:
@@ -67,14 +67,15 @@ def _within(path: Path, left: int) -> tuple[PromptMeans | None, int]:
     try:
         found = path.stat()
         key = (path, found.st_size, found.st_mtime_ns)
-        if key in _read:
-            return _read[key], left
+        known = _read.get(key)
+        if known is not None:
+            return known, left
         if found.st_size > left:
             return ({} if found.st_size > MOST_BYTES else None), left
         if len(_read) >= MOST_KEPT:
             _read.clear()
-        _read[key] = _prompt_means(path.read_bytes().split(b"\n"))
-        return _read[key], left - found.st_size
+        means = _read[key] = _prompt_means(path.read_bytes().split(b"\n"))
+        return means, left - found.st_size
     except OSError:
         return {}, left
 

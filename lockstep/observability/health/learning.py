@@ -10,11 +10,11 @@ from lockstep.observability.health.run_view import (
     RunView,
     Series,
     noise,
-    number,
     percent,
     show,
     trend,
 )
+from lockstep.observability.numbers import number
 
 SCORE = "critic/score/mean"
 EQUAL_GROUPS = "critic/score/zero_variance_groups"

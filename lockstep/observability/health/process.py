@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from lockstep.observability.health.run_view import RECENT, Finding, RunView, number, percent, show
+from lockstep.observability.health.run_view import RECENT, Finding, RunView, percent, show
+from lockstep.observability.numbers import number
 from lockstep.utils.timing import PHASES
 
 State = Literal["running", "finished", "stopped", "failed", "silent", "killed", "unknown"]

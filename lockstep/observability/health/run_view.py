@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+from lockstep.observability.numbers import number
+
 Severity = Literal["bad", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("bad", "warning", "info")
 
@@ -103,13 +105,6 @@ class RunView:
         found = self.plan.get(section) if self.plan is not None else None
         rows = found.items() if isinstance(found, Mapping) else ()
         return {str(name): value for name, raw in rows if (value := number(raw)) is not None}
-
-
-def number(value: Any) -> float | None:
-    """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
 
 
 class Trend(NamedTuple):

@@ -4,7 +4,8 @@
 import statistics
 from collections.abc import Callable
 
-from lockstep.observability.health.run_view import RECENT, Finding, RunView, Series, number, percent, show, trend
+from lockstep.observability.health.run_view import RECENT, Finding, RunView, Series, percent, show, trend
+from lockstep.observability.numbers import number
 
 WATCH = "metrics.md#what-to-watch"
 FEW = 3

@@ -91,6 +91,15 @@ def test_an_answer_is_bounded_however_many_turns_there_are(tmp_path: Path) -> No
     assert data["turns"][-1]["parts"][0]["text"]["length"] == 5000
 
 
+@pytest.mark.parametrize("step", ["x" * 1_000_000, [[[1]]], {"a": 1}, 10**400, True])
+def test_a_step_that_is_not_a_number(tmp_path: Path, step: Any) -> None:
+    run = make_conversations(tmp_path / "run")
+    dump = run / "rollouts" / "1.jsonl"
+    rows = [json.loads(line) | {"step": step} for line in dump.read_text().splitlines()]
+    dump.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert ask(run, "/api/conversation", TOOLS)["step"] is None
+
+
 def test_tokens_in_pages_with_their_numbers(tmp_path: Path) -> None:
     run = make_conversations(tmp_path / "run")
     data = ask(run, "/api/tokens", TOOLS)

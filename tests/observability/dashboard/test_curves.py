@@ -179,6 +179,18 @@ def test_bands_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert ask(curves.band, tmp_path, run="a", metric=metric)["step"] == [1, 2, 3]
 
 
+def test_bands_that_another_thread_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgotten(dict[Any, Any]):
+        def __setitem__(self, key: Any, value: Any) -> None:
+            pass
+
+    run = make_run(tmp_path / "a", steps=1, prompts=3)
+    values = [json.loads(row)["score"] for row in (run / "validation/1.jsonl").read_text().splitlines()]
+    write_metrics(run, [{"step": 1, "val-core/math/reward/mean@2": fmean(values)}])
+    monkeypatch.setattr(validation_bands, "_read", Forgotten())
+    assert ask(curves.band, tmp_path, run="a", metric="val-core/math/reward/mean@2")["step"] == [1]
+
+
 def test_settings_that_differ(tmp_path: Path) -> None:
     make_run(tmp_path / "a", steps=2)
     make_run(tmp_path / "b", steps=2, settings={"data": {"max_response_length": 128}})

@@ -9,6 +9,7 @@ import pytest
 
 from lockstep import cli
 from lockstep.observability.dashboard import export
+from lockstep.observability.dashboard.api import timeline
 from lockstep.observability.dashboard.app import APIS
 from lockstep.observability.dashboard.request import Recorded, json_list
 from lockstep.observability.dashboard.runs import Runs
@@ -162,3 +163,19 @@ def test_every_recorded_address_has_an_api(tmp_path: Path) -> None:
     make_run(tmp_path / "a", steps=2)
     found = Runs([tmp_path]).all()
     assert {wanted.path for wanted in export._in_turn(found)} <= APIS.keys()
+
+
+def test_an_answer_that_fails_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = Runs([make_run(tmp_path / "run", steps=2)])
+
+    def failing(request: Any) -> Any:
+        raise ZeroDivisionError("a defect")
+
+    failing.__module__ = APIS["/api/health"].__module__
+    monkeypatch.setitem(APIS, "/api/health", failing)
+    monkeypatch.setattr(timeline, "recorded", failing)
+    answers, _ = export.recorded_answers(runs, runs.all())
+    assert "/api/status?run=run" in answers and not any("/api/health" in url or "/api/time" in url for url in answers)
+    assert "/api/health?run=run is left out" in caplog.text and "records no more" in caplog.text

@@ -8,11 +8,15 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lockstep.observability.dashboard import health_view
+from lockstep.observability.dashboard.app import DashboardApp, _events_of
 from lockstep.observability.dashboard.health_view import is_alive
+from lockstep.observability.dashboard.runs import Runs
 from lockstep.observability.jsonl import json_line
 from tests.observability.dashboard.conftest import OpenPage, Serve
 from tests.observability.dashboard.made_runs import make_run, step_metrics
@@ -114,8 +118,22 @@ def test_events_tell_of_a_new_status(serve: Serve, tmp_path: Path) -> None:
             if lines[-1].startswith(b"event: status"):
                 write_status(run, state="finished")
         last = events.readline()
-    assert b'data: {"run": "run", "step": 2}\n' in lines
+    assert b'data: {"run":"run","step":2}\n' in lines
     assert json.loads(last.removeprefix(b"data: ")) == {"run": "run", "state": "finished"}
+
+
+def test_events_tell_of_a_run_that_falls_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_status(make_run(tmp_path / "run", steps=2))
+    app = DashboardApp(Runs([tmp_path]))
+    first = app._last_look = app._look()
+    assert not list(_events_of("run", first["run"], app._look()["run"]))
+    later = SimpleNamespace(time=lambda: time.time() + 61)
+    monkeypatch.setattr(health_view, "time", later)
+    silent = app._last_look = app._look()
+    event = b'event: status\ndata: {"run":"run","state":"%s"}\n\n'
+    assert list(_events_of("run", first["run"], silent["run"])) == [event % b"silent"]
+    monkeypatch.setattr(health_view, "is_alive", lambda status: False)
+    assert list(_events_of("run", silent["run"], app._look()["run"])) == [event % b"killed"]
 
 
 def test_pages_of_the_docs(serve: Serve, tmp_path: Path) -> None:
@@ -123,7 +141,7 @@ def test_pages_of_the_docs(serve: Serve, tmp_path: Path) -> None:
     url = serve(tmp_path)
     with urllib.request.urlopen(f"{url}/docs/metrics.md") as response:
         assert response.headers["content-type"].startswith("text/plain") and b"What to watch" in response.read()
-    for path in ("nothing.md", "..%2Fpyproject.toml", "%2e%2e", "assets"):
+    for path in ("nothing.md", "x" * 256 + ".md", "..%2Fpyproject.toml", "%2e%2e", "assets"):
         assert status_of(f"{url}/docs/{path}") == 404
 
 

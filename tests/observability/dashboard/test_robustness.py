@@ -21,6 +21,7 @@ import pytest
 from lockstep import cli
 from lockstep.observability.dashboard import main_dashboard, runs as runs_module
 from lockstep.observability.dashboard.app import APIS, POSTS, STATIC, DashboardApp
+from lockstep.observability.dashboard.metrics_store import MetricsStore
 from lockstep.observability.dashboard.runs import Runs
 from tests.observability.dashboard.conftest import OpenPage, Serve, served
 from tests.observability.dashboard.made_runs import make_run
@@ -60,7 +61,7 @@ def listen(url: str) -> socket.socket:
 def test_paths_outside_are_not_served(serve: Serve, tmp_path: Path) -> None:
     url = serve(make_run(tmp_path / "run", steps=1))
     bad = ["../app.py", "..%2fapp.py", "%2e%2e/app.py", "panels/../../app.py", "/etc/passwd", "%2fetc%2fpasswd", "%00"]
-    for name in [*bad, "panels", "", "x" * 5000, "a%00.js", "%ff%fe.js", "no.js"]:
+    for name in [*bad, "panels", "", "x" * 5000, "x" * 256 + ".js", "a%00.js", "%ff%fe.js", "no.js"]:
         assert answer(url, f"/static/{name}")[0] == 404, name
     assert answer(url, "/static/base.js")[0] == 200
     for name in ("../run", "/etc", "run/../run", "..", "%00", "x" * 5000):
@@ -224,6 +225,45 @@ def test_damaged_runs_are_answers(serve: Serve, tmp_path: Path, kind: str, monke
             json.loads(body)
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
     assert {each["name"] for each in get(f"{url}/api/runs")} == {"bad", "good"}
+
+
+def test_numbers_that_no_float_can_hold(serve: Serve, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    huge = 10**400
+    status = {"state": "running", "time": huge, "pid": huge, "step": huge, "step_seconds": [huge], "started": huge}
+    (run / "status.json").write_text(json.dumps(status))
+    (run / "plan.json").write_text(json.dumps({"memory_gb": {"generate": huge}, "seconds": {"generate": huge}}))
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "time": huge, "a": 1.0, "b": huge}) + "\n")
+    spans = [["step", "controller", 0, 0, 10], ["gen", "controller", 0, 0, huge], ["gen", "controller", huge, 0, 1]]
+    (run / "timeline.jsonl").write_text(json.dumps({"step": 1, "begin_us": 1, "spans": spans}) + "\n")
+    url = serve(tmp_path)
+    assert [(each["name"], each["state"], each["step"]) for each in get(f"{url}/api/runs")] == [("run", "unknown", 1)]
+    assert [call["name"] for call in get(f"{url}/api/timeline?run=run")["calls"]] == ["step"]
+    for path in ("status", "health", "time", "memory"):
+        assert get(f"{url}/api/{path}?run=run")
+    for path in APIS:
+        assert status_of(f"{url}{path}?run=run&metric=a&runs=%5B%22run%22%5D") in (200, 400, 404), path
+
+
+def test_a_run_that_cannot_be_read_does_not_hide_the_others(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bad", "good"):
+        make_run(tmp_path / name, steps=2)
+    last = MetricsStore.last
+
+    def failing(store: MetricsStore) -> Any:
+        if store.file.parent.name == "bad":
+            raise ZeroDivisionError("a defect")
+        return last(store)
+
+    monkeypatch.setattr(MetricsStore, "last", failing)
+    url = serve(tmp_path)
+    assert {each["name"]: each["step"] for each in get(f"{url}/api/runs")} == {"bad": 0, "good": 2}
+    told = b""
+    with connect(url, f"GET /api/events HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n\r\n") as client:
+        while b'{"run":"good","step":2}' not in told:
+            told += client.recv(4096)
 
 
 def test_nothing_is_written_into_a_run(serve: Serve, tmp_path: Path) -> None:

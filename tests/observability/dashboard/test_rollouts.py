@@ -199,6 +199,23 @@ def test_which_steps_have_dumps(tmp_path: Path) -> None:
     assert "is not the config of a run" in get("/api/dumps")["train"]["why"]
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("[a, b]", "trainer.rollout_data_dir is not a path but list"),
+        ("{a: 1}", "trainer.rollout_data_dir is not a path but dict"),
+        ("7", "trainer.rollout_data_dir is not a path but int"),
+        ("~nosuchuser/x", "~nosuchuser/x, which does not exist here"),
+        ("${trainer.inside}/x\n  inside: &inside [*inside]", "does not exist here"),
+        ('"a\\0b"', "does not exist here"),
+    ],
+)
+def test_odd_dump_folders_in_a_config(tmp_path: Path, value: str, words: str) -> None:
+    run = make_run(tmp_path / "run", steps=2)
+    (run / "config.yaml").write_text(f"trainer:\n  default_local_dir: {run}\n  rollout_data_dir: {value}\n")
+    assert words in getter(run)("/api/dumps")["train"]["why"]
+
+
 def test_a_folder_that_has_settled_is_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", steps=3)
     store = RolloutStore(run)

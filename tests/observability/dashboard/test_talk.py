@@ -130,6 +130,40 @@ def test_short_memory_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
         refuse_short_memory(run / "global_step_9")
 
 
+def write_files(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_memory_left_by_cgroups(tmp_path: Path) -> None:
+    assert talk_server.available_memory(tmp_path) is None
+    write_files(tmp_path, {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n"})
+    assert talk_server.available_memory(tmp_path) == 8000 << 10
+    job = "sys/fs/cgroup/slurm/job"
+    second = {
+        "proc/self/cgroup": "0::/slurm/job/step\n",
+        f"{job}/step/memory.max": "max\n",
+        f"{job}/step/memory.current": "10\n",
+        f"{job}/step/memory.stat": "inactive_file 5\n",
+        f"{job}/memory.max": "4000\n",
+        f"{job}/memory.current": "3000\n",
+        f"{job}/memory.stat": "anon 1\ninactive_file 500\n",
+        "sys/fs/cgroup/slurm/memory.max": "100000\n",  # of which the usage cannot be read
+    }
+    write_files(tmp_path, second)
+    assert talk_server.available_memory(tmp_path) == 1500
+    first = {
+        "proc/self/cgroup": "7:cpu:/elsewhere\n6:hugetlb,memory:/docker/abc\n0::/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "2000\n",  # of the container: its own path is not mounted inside
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "1500\n",
+        "sys/fs/cgroup/memory/memory.stat": "inactive_file 1\ntotal_inactive_file 100\n",
+    }
+    write_files(tmp_path, first)
+    assert talk_server.available_memory(tmp_path) == 600
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -174,6 +174,14 @@ def test_phases_over_the_run(serve: Serve, tmp_path: Path) -> None:
     assert [(each["name"], each["value"]) for each in data["async"]] == [("async/queue_length", [2.0] * 8)]
 
 
+def test_validation_is_after_the_step_of_supervised_training(serve: Serve, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", steps=1)
+    rows = [{"timing_s/step": 2.0} | ({"timing_s/testing": 1.5} if step == 2 else {}) for step in (1, 2, 3)]
+    (run / "metrics.jsonl").write_bytes(b"".join(json_line({"step": i, **row}) for i, row in enumerate(rows, start=1)))
+    phases = get(f"{serve(tmp_path)}/api/time?run=run")["phases"]
+    assert {phase["name"]: phase["seconds"] for phase in phases} == {"testing": [0, 1.5, 0], "other": [2, 2, 2]}
+
+
 def test_a_long_run_has_a_bounded_number_of_points(serve: Serve, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=1)
     with open(run / "metrics.jsonl", "wb") as file:

@@ -68,14 +68,13 @@ def conversation(request: ApiRequest) -> dict[str, Any]:
     extras = [name for name in values if name not in APART]
     odd_numbers = values.get("non_finite")
     return {
-        "step": values.get("step"),
         "row": row.line,
         "rows": len(lines),
         "step_neighbours": _neighbours(lines, row.line),
         "group_size": len(group),
         "group_place": group.index(row.line),
         "group_neighbours": _neighbours(group, row.line),
-        **{name: _number(values.get(name)) for name in ("score", "advantage", "length", "index")},
+        **{name: _number(values.get(name)) for name in ("step", "score", "advantage", "length", "index")},
         "finish_reason": _short(values.get("finish_reason")),
         "odd_score": _short(odd_numbers.get("score")) if isinstance(odd_numbers, dict) else None,
         "prompt": texts.cut(values.get("input"), ["input"]),

@@ -9,7 +9,8 @@ from lockstep.observability.dashboard.request import Api, ApiRequest, Recorded
 from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.health import findings
 from lockstep.observability.health.process import phases_of, state_of
-from lockstep.observability.health.run_view import RunView, Series, number
+from lockstep.observability.health.run_view import RunView, Series
+from lockstep.observability.numbers import number
 from lockstep.observability.status_file import read_status
 
 MOST_POINTS = 200

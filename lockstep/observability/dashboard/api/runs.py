@@ -1,5 +1,6 @@
 """The list of runs."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.jsonl import METRICS_FILE
 from lockstep.observability.run_folder import STATUS
 
+logger = logging.getLogger(__name__)
+
 
 def list_runs(request: ApiRequest) -> list[dict[str, Any]]:
     """Newest first: by when they last wrote."""
@@ -16,11 +19,13 @@ def list_runs(request: ApiRequest) -> list[dict[str, Any]]:
     written = {run.name: max(run.written_ns(METRICS_FILE), run.written_ns(STATUS)) for run in runs}
     rows = []
     for run in sorted(runs, key=lambda run: (-written[run.name], run.name)):
-        step, metrics = run.metrics.last()
-        reward = metrics.get("critic/score/mean")
-        rows.append(
-            {"name": run.name, "folder": str(run.folder), "state": run_state(run), "step": step, "reward": reward}
-        )
+        row: dict[str, Any] = {"name": run.name, "folder": str(run.folder), "state": "unknown", "step": 0}
+        try:
+            step, metrics = run.metrics.last()
+            row |= {"state": run_state(run), "step": step, "reward": metrics.get("critic/score/mean")}
+        except Exception as error:  # one that cannot be read does not hide the others
+            logger.warning("the run %s cannot be read: %s", run.folder, error, exc_info=True)
+        rows.append({"reward": None} | row)
     return rows
 
 

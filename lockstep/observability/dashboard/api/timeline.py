@@ -13,6 +13,7 @@ from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.dashboard.timeline_reader import read_step
 from lockstep.observability.glossary import explain
 from lockstep.observability.health.process import GIB, TIMERS
+from lockstep.observability.numbers import number
 from lockstep.observability.run_folder import PLAN
 from lockstep.observability.timeline import Steps, drawing, parse_numbers, tracks_of
 from lockstep.utils.spans import Span, Track
@@ -28,8 +29,9 @@ MOST_PLAN_BYTES = 2**20
 
 
 TIMING, STEP = "timing_s/", "timing_s/step"
-AFTER_STEP = "timing_s/save_checkpoint"
-"""Not part of `timing_s/step`."""
+GENERATION = "timing_s/gen"
+"""Only RL has it."""
+SAVING, VALIDATION = "timing_s/save_checkpoint", "timing_s/testing"
 PEAK, USED = "perf/max_memory_allocated_gb/", "perf/memory_used_gb/"
 SINCE_START = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 
@@ -112,7 +114,8 @@ def time_over_run(request: ApiRequest) -> dict[str, Any]:
     phases = [name for name in names if name.startswith(TIMING) and name != STEP]
     columns = {name: _mean_per_step(metrics, name, steps, bins) for name in phases}
     whole = [sum(totals[first:last]) / (last - first) for first, last in bins]
-    inside = [column for name, column in columns.items() if name != AFTER_STEP]
+    after_step = (SAVING,) if GENERATION in names else (SAVING, VALIDATION)  # the step of RL includes validation
+    inside = [column for name, column in columns.items() if name not in after_step]
     rest = [max(0.0, total - sum(values)) for total, *values in zip(whole, *inside)]
     rows = [
         {"name": name.removeprefix(TIMING), "meaning": explain(name), "seconds": _shortened(column)}
@@ -227,8 +230,8 @@ def _of_phases(table: object) -> dict[str, float]:
         return {}
     return {
         (TIMERS.get(name) or name).removeprefix(TIMING): value
-        for name, value in list(table.items())[:200]
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        for name, raw in list(table.items())[:200]
+        if (value := number(raw)) is not None
     }
 
 
