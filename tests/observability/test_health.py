@@ -243,6 +243,16 @@ def test_states() -> None:
     assert state_of(dataclasses.replace(run, status=None)) == "unknown"
 
 
+def test_phases_of_a_validation_are_not_compared_with_those_of_training() -> None:
+    def found(testing_s: float) -> dict[str, Finding]:
+        nested = [{"name": "validation", "began": 700.0}, {"name": "generate", "began": 701.0}]
+        columns = HEALTHY | {"timing_s/testing": constant(testing_s)}
+        return rules_of(view(columns, status=RUNNING | {"phases": [nested, [{"name": "rewards", "began": 701.0}]]}))
+
+    assert found(testing_s=280.0) == {}
+    assert found(testing_s=20.0)["stalled"].title == "The run is stuck in “validation”"
+
+
 @pytest.mark.parametrize(
     "status",
     [

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,18 @@ def test_a_plan_without_times_or_gpu(config_of: Any, use_gpu: Any, tmp_path: Pat
     use_gpu(None)
     write_plan(config_of("0.5b"), tmp_path)  # the plan of an earlier start is not this one's
     assert not (tmp_path / PLAN).exists()
+    (tmp_path / PLAN).write_text("{}")
+    write_plan(config_of("0.5b", "trainer.device=cpu", "trainer.check_memory=false"), tmp_path)
+    assert not (tmp_path / PLAN).exists()
+
+
+def test_a_plan_that_cannot_be_written_is_a_warning(
+    config_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / PLAN).write_text("{}")
+    monkeypatch.setattr(memory_check, "plan_as_json", lambda plan: {"gpu_memory_gb": math.nan})
+    write_plan(config_of("0.5b", "trainer.device=cpu"), tmp_path)
+    assert not (tmp_path / PLAN).exists() and "plan.json cannot be written (Out of range" in caplog.text
 
 
 def test_a_plan_that_cannot_be_written_does_not_stop_the_run(

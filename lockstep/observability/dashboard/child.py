@@ -9,6 +9,7 @@ import logging
 import os
 import subprocess
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.utils.child_process import how_it_ended, start_module
@@ -17,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 ADDRESS = "dashboard at "
 """How the line with the address begins."""
+CLOSE_TIMEOUT_S = 5.0
+"""How long the end of a run waits for a killed process, which may hang in a read of a dead disk."""
 AGAIN = "the run goes on; `lockstep dashboard %s` shows it"
 
 
@@ -52,7 +55,8 @@ class DashboardChild:
         self._is_closing = True
         if self.process is not None:
             self.process.kill()
-            self.process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(CLOSE_TIMEOUT_S)
 
     def _watch(self) -> None:
         """Log the address, and the last line of a process that ended by itself."""

@@ -118,8 +118,12 @@ def phase_is_stuck(run: RunView) -> Finding | None:
     """The phase of a living run takes far longer than ever before."""
     if state_of(run) != "running":
         return None
-    for own in phases_of(run.status):
+    threads = phases_of(run.status)
+    validates = any(phase["name"] == "validation" for own in threads for phase in own)
+    for own in threads:
         for phase in own:
+            if validates and phase["name"] != "validation":  # the timers of the others are those of training steps
+                continue
             past = run.series(TIMERS.get(phase["name"], "")).last(100).values
             began = phase["began"]
             if len(past) < 3 or began is None:

@@ -68,16 +68,16 @@ def planned(config: PPOConfig | SupervisedConfig, device: Device | None = None) 
 
 def write_plan(config: PPOConfig | SupervisedConfig, folder: Path) -> None:
     """Write the plan of a run that begins, if there is one, for pages that show what was measured beside it."""
-    if not config.trainer.check_memory:
-        return
-    plan = planned(config, find_device("cpu") if config.trainer.device == "cpu" else None)
+    plan = None
+    if config.trainer.check_memory:
+        plan = planned(config, find_device("cpu") if config.trainer.device == "cpu" else None)
     try:
-        if plan is None:  # one of an earlier start is not this run's
-            (folder / PLAN).unlink(missing_ok=True)
-        else:
+        (folder / PLAN).unlink(missing_ok=True)  # one of an earlier start is not this run's
+        if plan is not None:
             atomic_write_json(folder / PLAN, plan_as_json(plan))
-    except OSError as error:
-        logger.warning("%s cannot be written (%s); the run goes on without it", folder / PLAN, error.strerror)
+    except (OSError, ValueError) as error:  # ValueError: a number that is not finite
+        reason = getattr(error, "strerror", None) or error
+        logger.warning("%s cannot be written (%s); the run goes on without it", folder / PLAN, reason)
 
 
 def plan_as_json(plan: Plan) -> dict[str, Any]:

@@ -71,6 +71,21 @@ def test_a_missing_package_is_a_warning_with_the_command(
     assert "(uvicorn is not installed: pip install 'lockstep-rl[dashboard]'); the run goes on" in caplog.messages[0]
 
 
+def test_a_process_that_cannot_be_killed_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.observability.dashboard.child.CLOSE_TIMEOUT_S", 0.05)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        try:
+            dashboard = DashboardChild(tmp_path, 0)
+            dashboard.process = process
+            monkeypatch.setattr(process, "kill", lambda: None)
+            dashboard.__exit__()
+            assert process.poll() is None
+        finally:
+            process.terminate()
+
+
 def test_no_process_can_be_started(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,9 +110,11 @@ with DashboardChild(Path(sys.argv[1]), 0) as child:
 
 def test_a_killed_run_leaves_no_dashboard(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert is_alive(pid)
-        parent.send_signal(signal.SIGKILL)
+        try:
+            assert parent.stdout is not None
+            pid = int(parent.stdout.readline())
+            assert is_alive(pid)
+        finally:
+            parent.send_signal(signal.SIGKILL)
         parent.wait()
         wait_until(lambda: not is_alive(pid))

@@ -195,12 +195,14 @@ def test_the_served_process_ends_with_its_parent(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment, text=True)
     assert parent.stdout is not None
-    pid, niceness = map(int, parent.stdout.readline().split())
-    assert niceness == 10
-    parent.kill()
-    parent.wait()
-    assert parent.stdout.read() == ""  # ends when the child, which holds it too, has ended
-    parent.stdout.close()
+    with parent.stdout as output:
+        try:
+            pid, niceness = map(int, output.readline().split())
+            assert niceness == min(19, os.nice(0) + 10)
+        finally:
+            parent.kill()
+            parent.wait()
+        assert output.read() == ""  # ends when the child, which holds it too, has ended
     assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
