@@ -6,7 +6,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -45,10 +44,7 @@ class RolloutStore:
         self._reading = threading.Lock()
         self._listings: dict[Kind, _Listing] = {kind: _Listing() for kind in KINDS}
         self._tables: OrderedDict[Path, StepTable] = OrderedDict()
-
-    @cached_property
-    def index(self) -> PromptIndex:
-        return PromptIndex(self.folder)
+        self.index = PromptIndex(folder)
 
     def files(self, kind: Kind) -> Mapping[int, Path]:
         """Step -> dump, first step first; empty if there are none. Raises ValueError if the run's config cannot be read."""

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -33,10 +32,7 @@ class RunFolder:
     name: str
     folder: Path
     metrics: MetricsStore = field(compare=False)
-
-    @cached_property
-    def rollouts(self) -> RolloutStore:
-        return RolloutStore(self.folder)
+    rollouts: RolloutStore = field(compare=False)
 
     def written_ns(self, file: str) -> int:
         """When a file of the folder was last written; 0 if there is none."""
@@ -72,7 +68,7 @@ class Runs:
         known = self._found.get(name)
         if known is not None and known.folder == folder:
             return known
-        return RunFolder(name, folder, MetricsStore(folder / METRICS_FILE))
+        return RunFolder(name, folder, MetricsStore(folder / METRICS_FILE), RolloutStore(folder))
 
     def _scan(self) -> dict[str, Path]:
         """Name to folder."""
