@@ -71,20 +71,20 @@ def _serve(options: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
     stops = "(Ctrl-C stops)" if options.parent is None else "until the run ends"
     shown = f"[{host}]" if ":" in host else host
-    if not runs.all():
-        _tell(f"no runs in {', '.join(map(str, runs.paths))} yet: the page shows them when they begin\n")
-    _read_ahead(runs)
     _tell(f"{ADDRESS}http://{shown}:{port}/{f'?token={quote(token)}' if token else ''} {stops}\n")
+    _read_ahead(runs)
     DashboardServer(DashboardApp(runs, token)).run(sockets=[listener])
     return 0
 
 
 def _read_ahead(runs: Runs) -> None:
-    """Read the metrics of the run that the page shows first, while the browser opens it."""
+    """Look for runs, and read the metrics of the one that the page shows first, while the browser opens it."""
 
     def read() -> None:
         newest = max(runs.all(), key=lambda run: run.written_ns(METRICS_FILE), default=None)
-        if newest is not None:
+        if newest is None:
+            _tell(f"no runs in {', '.join(map(str, runs.paths))} yet: the page shows them when they begin\n")
+        else:
             newest.metrics.names()
 
     threading.Thread(target=read, daemon=True).start()

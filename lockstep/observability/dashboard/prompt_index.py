@@ -179,20 +179,21 @@ class PromptIndex:
                 self._database.close()
                 self._database = None
                 if _is_damage(error):
-                    self.file.unlink(missing_ok=True)
+                    self.file.expanduser().unlink(missing_ok=True)
                 elif "locked" not in str(error):  # the disk is full, or the file cannot be written any more
                     self._database = _opened(None)
                 raise
 
 
 def cache_folder() -> Path:
-    chosen = os.environ.get("XDG_CACHE_HOME")
-    return (Path(chosen) if chosen else Path("~/.cache").expanduser()) / "lockstep" / "dashboard"
+    """May begin with ~, which cannot be resolved if there is no home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lockstep" / "dashboard"
 
 
 def open_database(file: Path) -> sqlite3.Connection:
     """The database in the file; one that is damaged or of another version is replaced. In memory if the file cannot be written."""
     try:
+        file = file.expanduser()
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove_unused(file.parent)
         try:

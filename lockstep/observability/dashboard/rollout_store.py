@@ -6,7 +6,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -20,7 +19,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 KEPT_ROWS = 400_000
 KEPT_TABLES = 64
-"""How much of the tables is kept in memory: about 0.3 kB per row."""
+"""How much of the tables of all runs is kept in memory: about 0.5 kB per row."""
 SETTLED_NS = 2 * 10**9
 """A folder that changed less than this ago may change again with the same mtime."""
 
@@ -36,6 +35,35 @@ class _Listing:
     files: dict[int, Path] = field(default_factory=dict)
 
 
+class TableCache:
+    """The tables that were used last. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tables: OrderedDict[Path, StepTable] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def get(self, path: Path) -> StepTable | None:
+        with self._lock:
+            return self._tables.get(path)
+
+    def put(self, path: Path, table: StepTable) -> None:
+        """As the one that was used last."""
+        with self._lock:
+            self._tables[path] = table
+            self._tables.move_to_end(path)
+            rows = sum(len(each.rows) for each in self._tables.values())
+            while len(self._tables) > 1 and (len(self._tables) > KEPT_TABLES or rows > KEPT_ROWS):
+                _, oldest = self._tables.popitem(last=False)
+                rows -= len(oldest.rows)
+
+
+TABLES = TableCache()
+"""Of all runs."""
+
+
 class RolloutStore:
     """Safe to use from several threads."""
 
@@ -44,11 +72,7 @@ class RolloutStore:
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._listings: dict[Kind, _Listing] = {kind: _Listing() for kind in KINDS}
-        self._tables: OrderedDict[Path, StepTable] = OrderedDict()
-
-    @cached_property
-    def index(self) -> PromptIndex:
-        return PromptIndex(self.folder)
+        self.index = PromptIndex(folder)
 
     def files(self, kind: Kind) -> Mapping[int, Path]:
         """Step -> dump, first step first; empty if there are none. Raises ValueError if the run's config cannot be read."""
@@ -83,14 +107,10 @@ class RolloutStore:
 
     def _table(self, path: Path) -> StepTable:
         with self._reading:
-            known = self._tables.pop(path, None)
+            known = TABLES.get(path)
             if known is None or known.stamp != stamp_of(os.stat(path)):
                 known = read_table(path)
-            self._tables[path] = known
-            rows = sum(len(table.rows) for table in self._tables.values())
-            while len(self._tables) > 1 and (len(self._tables) > KEPT_TABLES or rows > KEPT_ROWS):
-                _, oldest = self._tables.popitem(last=False)
-                rows -= len(oldest.rows)
+            TABLES.put(path, known)
             return known
 
     def _listing(self, kind: Kind) -> _Listing:

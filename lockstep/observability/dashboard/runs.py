@@ -3,9 +3,9 @@
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -22,6 +22,7 @@ DEPTH = 4
 MOST_RUNS = 1000
 """Of more runs those whose folders changed last."""
 MOST_FOLDERS = 100_000
+"""That one scan looks into, below each path; nearer ones first."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,7 @@ class RunFolder:
     name: str
     folder: Path
     metrics: MetricsStore = field(compare=False)
-
-    @cached_property
-    def rollouts(self) -> RolloutStore:
-        return RolloutStore(self.folder)
+    rollouts: RolloutStore = field(compare=False)
 
     def written_ns(self, file: str) -> int:
         """When a file of the folder was last written; 0 if there is none."""
@@ -70,13 +68,13 @@ class Runs:
         known = self._found.get(name)
         if known is not None and known.folder == folder:
             return known
-        return RunFolder(name, folder, MetricsStore(folder / METRICS_FILE))
+        return RunFolder(name, folder, MetricsStore(folder / METRICS_FILE), RolloutStore(folder))
 
     def _scan(self) -> dict[str, Path]:
         """Name to folder."""
         found: dict[str, Path] = {}
         for path in self.paths:
-            for folder in islice(run_folders(path, DEPTH), MOST_FOLDERS):
+            for folder in run_folders(path, DEPTH):
                 inside = folder.relative_to(path).as_posix()
                 several = len(self.paths) > 1
                 name = path.name if inside == "." else f"{path.name}/{inside}" if several else inside
@@ -95,15 +93,22 @@ def _changed_at(folder: Path) -> float:
 
 def run_folders(path: Path, depth: int) -> Iterator[Path]:
     """The folder itself if it is a run's, else those of the runs below it."""
-    if any(os.path.isfile(path / name) for name in (CONFIG, METRICS_FILE)):  # False without access
-        yield path
-        return
-    if depth == 0:
-        return
+    waiting = deque([(path, depth)])
+    for _ in range(MOST_FOLDERS):
+        if not waiting:
+            return
+        folder, depth = waiting.popleft()
+        if any(os.path.isfile(folder / name) for name in (CONFIG, METRICS_FILE)):  # False without access
+            yield folder
+        elif depth > 0:
+            room = MOST_FOLDERS - len(waiting)
+            waiting.extend((inner, depth - 1) for inner in _folders_in(folder)[:room])
+
+
+def _folders_in(folder: Path) -> list[Path]:
     try:
-        inner = sorted(entry.path for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False))
+        with os.scandir(folder) as entries:
+            found = [entry for entry in islice(entries, MOST_FOLDERS) if not entry.name.startswith(".")]
+        return [Path(entry.path) for entry in found if entry.is_dir(follow_symlinks=False)]
     except OSError:  # no access, or it was deleted
-        return
-    for folder in inner:
-        if not Path(folder).name.startswith("."):
-            yield from run_folders(Path(folder), depth - 1)
+        return []

@@ -116,6 +116,19 @@ def test_in_memory_if_the_folder_cannot_be_written(
     assert index.is_in_memory and len(history(index, key_of(folder / "1.jsonl", "p"))) == 2
 
 
+def test_in_memory_without_a_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(path: Path) -> Path:
+        if str(path).startswith("~"):
+            raise RuntimeError("Could not determine home directory.")
+        return path
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    index = PromptIndex(folder)
+    fill(index, folder)
+    assert len(history(index, key_of(folder / "1.jsonl", "p"))) == 2
+
+
 def test_two_dashboards_at_once(folder: Path) -> None:
     for step in range(3, 60):
         dump(folder, step, {"p": [0.0, 1.0], f"r{step}": [1.0]})

@@ -332,6 +332,21 @@ def test_odd_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert runs.all() == []
 
 
+def test_a_scan_looks_into_a_limited_number_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(20):
+        (tmp_path / "a" / "deep" / str(number)).mkdir(parents=True)
+    for name in ("a/deep/0/run", "z"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("")
+    assert [run.name for run in Runs([tmp_path]).all()] == ["a/deep/0/run", "z"]
+    monkeypatch.setattr(runs_module, "MOST_FOLDERS", 10)
+    looked_into: list[Any] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: looked_into.append(path) or scandir(path))
+    assert [run.name for run in Runs([tmp_path]).all()] == ["z"]  # nearer ones first
+    assert len(looked_into) <= 10
+
+
 def test_of_many_runs_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "MOST_RUNS", 5)
     for number in range(40):
@@ -379,10 +394,10 @@ def test_start_without_runs_and_without_a_reader(tmp_path: Path) -> None:
     """In an empty folder, with the reader of its output gone: it says so, goes on, and shows the run that begins."""
     with dashboard(cwd=tmp_path) as process:
         assert process.stdout is not None
+        url = url_of(process)
         assert (
             process.stdout.readline() == f"no runs in {tmp_path}/checkpoints yet: the page shows them when they begin\n"
         )
-        url = url_of(process)
         process.stdout.close()
         assert get(f"{url}/api/runs") == []
         make_run(tmp_path / "checkpoints" / "project" / "run", steps=2)

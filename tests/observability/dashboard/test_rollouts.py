@@ -227,15 +227,18 @@ def test_a_folder_that_has_settled_is_not_listed_again(tmp_path: Path, monkeypat
 
 
 def test_tables_are_kept_within_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = RolloutStore(make_run(tmp_path / "run", steps=6))
+    tables = rollout_store.TableCache()
+    monkeypatch.setattr(rollout_store, "TABLES", tables)
+    store, other = (RolloutStore(make_run(tmp_path / name, steps=6)) for name in ("run", "other"))
     assert store.table("train", 6)[1] is store.table("train")[1]
     monkeypatch.setattr(rollout_store, "KEPT_TABLES", 2)
     for step in range(1, 7):
         store.table("train", step)
-    assert len(store._tables) == 2
+        other.table("train", step)
+    assert len(tables) == 2
     monkeypatch.setattr(rollout_store, "KEPT_ROWS", 1)
     store.table("train", 1)
-    assert len(store._tables) == 1
+    assert len(tables) == 1
 
 
 def test_share_of_groups_without_variance(tmp_path: Path) -> None:
