@@ -56,10 +56,8 @@ def test_turns_with_tool_calls_rewards_and_images(tmp_path: Path) -> None:
     assert (data["group_size"], data["group_place"], data["group_neighbours"]) == (2, 0, [None, HOSTILE])
     assert (data["score"], data["length"], data["finish_reason"], data["index"]) == (0, 11, "stop", 3)
     assert data["prompt"]["text"] == "What is 2 + 2?" and data["expected"]["text"] == "4"
-    assert data["extras"] == [
-        {"name": "acc", "text": {"text": "true", "length": 4, "place": ["acc"]}},
-        {"name": "num_turns", "value": 7},
-    ]
+    assert data["extras"] == [{"name": "acc", "text": {"text": "true", "length": 4, "place": ["acc"]}}]
+    assert data["counts"] == [{"name": "num_turns", "value": 7}]
 
 
 def test_hostile_text_is_text(tmp_path: Path) -> None:

@@ -16,12 +16,9 @@ from lockstep.observability.dashboard.api.rollouts import RECORDED_GROUPS, kind_
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Recorded
 from lockstep.observability.dashboard.rollout_store import KINDS
 from lockstep.observability.dashboard.runs import RunFolder
-from lockstep.observability.rollout_table import StepTable, TableRow, as_text
+from lockstep.observability.rollout_table import StepTable, TableRow, as_text, reward_columns, rollout_columns
 from lockstep.utils.untrusted import JSON_ERRORS
 
-APART = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
-APART |= {"messages", "turn_rewards", "non_finite"}
-"""Columns of a dump that are shown in their own place; the others are listed by name."""
 HEAD_CHARS, TAIL_CHARS = 20_000, 2_000
 ALL_CHARS = 300_000
 """Characters of all texts in one answer: once they are used up texts are only named, and fetched when they are asked for."""
@@ -65,7 +62,7 @@ def conversation(request: ApiRequest) -> dict[str, Any]:
     texts = Texts()
     group = [other.line for other in table.groups[row.group - 1].rows]
     lines = list(table.rows)
-    extras = [name for name in values if name not in APART]
+    counts = [name for name in rollout_columns(values) if name != "turn_rewards"]  # these are beside their turns
     odd_numbers = values.get("non_finite")
     return {
         "step": values.get("step"),
@@ -77,18 +74,23 @@ def conversation(request: ApiRequest) -> dict[str, Any]:
         "group_neighbours": _neighbours(group, row.line),
         **{name: _number(values.get(name)) for name in ("score", "advantage", "length", "index")},
         "finish_reason": _short(values.get("finish_reason")),
+        "data_source": _short(values.get("data_source")),
+        "reward_failed": row.reward_failed,
         "odd_score": _short(odd_numbers.get("score")) if isinstance(odd_numbers, dict) else None,
         "prompt": texts.cut(values.get("input"), ["input"]),
         "expected": texts.cut(values["gts"], ["gts"]) if values.get("gts") not in (None, "") else None,
         "turns": list(_turns(values, texts)),
         "num_turns": len(values["messages"]) if _has_messages(values) else 1,
-        "extras": [
-            {"name": name[:200], "value": _number(values[name])}
-            if _is_number(values[name])
-            else {"name": name[:200], "text": texts.cut(values[name], [name])}
-            for name in extras[:MOST_EXTRAS]
-        ],
+        "extras": [_named(values, name, texts) for name in reward_columns(values)[:MOST_EXTRAS]],
+        "counts": [_named(values, name, texts) for name in counts],
     }
+
+
+def _named(values: dict[str, Any], name: str, texts: Texts) -> dict[str, Any]:
+    value = values[name]
+    if _is_number(value):
+        return {"name": name[:200], "value": _number(value)}
+    return {"name": name[:200], "text": texts.cut(value, [name])}
 
 
 def _row(request: ApiRequest) -> tuple[StepTable, TableRow]:

@@ -95,17 +95,17 @@
   function facts(data) {
     const cut = data.finish_reason === "length" ? "cut at the maximum length" : data.finish_reason;
     const rows = [
-      ["score", data.odd_score || number(data.score)],
+      ["score", `${data.odd_score || number(data.score)}${data.reward_failed ? " (scoring failed)" : ""}`],
       ["advantage", number(data.advantage)],
       ["length", data.length === null ? "–" : count(data.length, "token")],
       ["finished by", visible(cut || "–")],
+      ["data source", visible(data.data_source || "–")],
       ["row of the data", number(data.index)],
     ];
     return el("dl", { class: "facts" }, ...rows.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   }
 
   function extrasTable(extras, fetchPage) {
-    if (!extras.length) return el("p", { class: "muted" }, "The reward function returned nothing besides the score.");
     const row = (extra) =>
       el(
         "tr",
@@ -376,7 +376,8 @@
         data.num_turns > data.turns.length ? el("p", { class: "muted" }, `The first ${data.turns.length} of ${number(data.num_turns)} turns are shown.`) : "",
         data.expected ? el("section", { class: "turn", "aria-label": "expected answer" }, el("h4", {}, "expected"), textBlock(data.expected, fetchPage)) : "",
         el("h3", {}, "The reward function's output"),
-        extrasTable(data.extras, fetchPage),
+        data.extras.length ? extrasTable(data.extras, fetchPage) : el("p", { class: "muted" }, "The reward function returned nothing besides the score."),
+        ...(data.counts.length ? [el("h3", {}, "Counts and rewards of the conversation"), extrasTable(data.counts, fetchPage)] : []),
       );
       main.append(await tokensSection(context, ask));
     },

@@ -318,13 +318,16 @@ Lockstep.panel({
       if (response.advantage !== null) facts.unshift(`advantage ${number(response.advantage, 3)}`);
       if (response.turns !== null) facts.push(count(response.turns, "turn"));
       const value = (each) => (typeof each === "number" ? number(each) : String(each));
+      const named = (title, values) =>
+        Object.keys(values).length ? [el("h4", {}, title), el("dl", { "aria-label": title }, Object.entries(values).map(([name, each]) => [el("dt", {}, name), el("dd", {}, value(each))]))] : null;
       return el(
         "article",
         { "aria-label": `Response ${place}` },
         el("h3", {}, `Response ${place} `, square(response.score, low, high)),
         el("p", {}, facts.join(" · ")),
         el("pre", { class: "text", tabindex: 0, "aria-label": `Answer ${place}` }, response.output ? (cutText(response.output) ?? "(empty)") : `(${number(response.num_bytes)} bytes: not read here)`),
-        Object.keys(response.extras).length ? el("dl", { "aria-label": "Output of the reward function" }, Object.entries(response.extras).map(([name, each]) => [el("dt", {}, name), el("dd", {}, value(each))])) : null,
+        named("Output of the reward function", response.extras),
+        named("Counts and rewards of the conversation", response.counts),
         el("p", {}, conversation(response.row)),
       );
     }
