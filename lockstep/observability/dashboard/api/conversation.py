@@ -7,13 +7,15 @@
 import json
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from lockstep.observability.dashboard.api.rollouts import RECORDED_GROUPS, kind_of, spread
+from lockstep.observability.dashboard.api.rollouts import RECORDED_GROUPS, filters_of, kind_of, spread
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Recorded
+from lockstep.observability.dashboard.rollout_query import matching
 from lockstep.observability.dashboard.rollout_store import KINDS
 from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.rollout_table import StepTable, TableRow, as_text, reward_columns, rollout_columns
@@ -56,18 +58,22 @@ class Texts:
 
 
 def conversation(request: ApiRequest) -> dict[str, Any]:
-    """A response: what was asked and answered turn by turn, its score, and the reward function's own output."""
+    """A response: what was asked and answered turn by turn, its score, and the reward function's own output.
+
+    Its neighbours in the step are those that match the filters of the rollouts panel, if the request has some.
+    """
     table, row = _row(request)
     values = table.read(row)
     texts = Texts()
     group = [other.line for other in table.groups[row.group - 1].rows]
-    lines = list(table.rows)
+    lines = sorted(row.line for _, rows in matching(table, filters_of(request, table)) for row in rows)
     counts = [name for name in rollout_columns(values) if name != "turn_rewards"]  # these are beside their turns
     odd_numbers = values.get("non_finite")
     return {
         "step": values.get("step"),
         "row": row.line,
-        "rows": len(lines),
+        "rows": len(table.rows),
+        "num_matching": len(lines),
         "step_neighbours": _neighbours(lines, row.line),
         "group_size": len(group),
         "group_place": group.index(row.line),
@@ -102,9 +108,9 @@ def _row(request: ApiRequest) -> tuple[StepTable, TableRow]:
 
 
 def _neighbours(lines: Sequence[int], line: int) -> list[int | None]:
-    """The rows before and after one."""
-    place = lines.index(line)
-    return [lines[place - 1] if place else None, lines[place + 1] if place + 1 < len(lines) else None]
+    """The rows before and after one, which need not be among them."""
+    before, after = bisect_left(lines, line), bisect_right(lines, line)
+    return [lines[before - 1] if before else None, lines[after] if after < len(lines) else None]
 
 
 def _has_messages(values: dict[str, Any]) -> bool:

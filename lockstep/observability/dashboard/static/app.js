@@ -71,9 +71,10 @@
       runs: found,
       params,
       go: (to, more = {}) => go(to, { run, ...more }),
-      /** Change parameters of the address without building the panel again; those that are undefined, null or "" are removed. */
+      /** Change parameters, also those of the address, without building the panel again; those that are undefined, null or "" are removed. */
       set: (more) => {
         const kept = Object.entries({ ...address().params, ...more }).filter(([, value]) => (value ?? "") !== "");
+        context.params = Object.fromEntries(kept);
         history.replaceState(null, "", `#/${panel.id}?${new URLSearchParams(kept)}`);
       },
       /** Called with {run, step} when a run has changed. */

@@ -130,12 +130,14 @@
       to(data.group_neighbours[1], "Next of the group"),
       to(data.step_neighbours[0], "Previous of the step"),
       to(data.step_neighbours[1], "Next of the step"),
+      data.num_matching < data.rows ? el("span", { class: "muted" }, `of the ${count(data.num_matching, "response")} that match the filters`) : null,
     );
   }
 
+  /** The list as it was left. */
   function back(context) {
-    const { kind, step } = context.params;
-    context.go("rollouts", Object.fromEntries(Object.entries({ kind, step }).filter(([, value]) => value !== undefined)));
+    const { row, colour, token, ...list } = context.params;
+    context.go("rollouts", list);
   }
 
   /** The level of a value from 0 (no colour) to 6, and whether it is below 0. */
@@ -363,7 +365,8 @@
         return;
       }
       const ask = { run: context.run, kind, step, row };
-      const data = await api("/api/conversation", ask);
+      const filters = Object.fromEntries(Lockstep.rolloutFilters.map((name) => [name, context.params[name]]));
+      const data = await api("/api/conversation", { ...ask, ...filters });
       const fetchPage = (place, begin) => api("/api/conversation/text", { ...ask, place: JSON.stringify(place), begin: begin || undefined });
       const fetchImage = (place) => api("/api/conversation/image", { ...ask, place: JSON.stringify(place) });
       const group = data.group_size > 1 ? `, ${data.group_place + 1} of ${number(data.group_size)} responses to its prompt` : "";

@@ -7,7 +7,7 @@ Lockstep.panel({
   async show(main, context) {
     const { el, api, chart, number, count } = Lockstep;
     const KINDS = { train: "training", validation: "validation" };
-    const FILTERS = ["stop", "min_score", "max_score", "min_length", "max_length", "variance", "problem", "text"];
+    const FILTERS = Lockstep.rolloutFilters;
     const DEFAULTS = { kind: "train", view: "groups", sort: "file", order: "desc" };
     const SORTS = {
       file: "order of the file",
@@ -237,8 +237,12 @@ Lockstep.panel({
     const nothing = (summary) => el("p", {}, summary.num_groups ? "Nothing matches: clear a filter." : "This step's file has no rows.");
     const passed = (row) => (row.passed ? "✓ passed" : "✗ not");
     const ending = (row) => [{ length: "cut at the maximum length", stop: "stopped" }[row.finish_reason] ?? row.finish_reason ?? "–", row.reward_failed ? ", scoring failed" : ""].join("");
-    const conversation = (row) =>
-      el("a", { href: `#/conversation?${new URLSearchParams({ run: context.run, kind: state.kind, step: step(), row })}`, "aria-label": `Open conversation of row ${row}` }, "Open conversation");
+    /** With the list's own parameters, for the way back and for the next response that matches. */
+    const conversation = (row) => {
+      const list = Object.entries(shown(["view", "sort", "order", ...FILTERS, "page"])).filter(([, value]) => value !== undefined);
+      const params = new URLSearchParams({ run: context.run, kind: state.kind, step: step(), row, ...Object.fromEntries(list) });
+      return el("a", { href: `#/conversation?${params}`, "aria-label": `Open conversation of row ${row}` }, "Open conversation");
+    };
 
     function drawPager({ total, page, per_page: size }) {
       const pages = Math.ceil(total / size);
