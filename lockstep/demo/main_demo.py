@@ -202,6 +202,8 @@ def training_overrides(
         "trainer.device": device,
         "trainer.default_local_dir": run_dir,
         "trainer.validation_data_dir": run_dir / "validation",
+        "trainer.rollout_data_dir": run_dir / "rollouts",
+        "trainer.rollout_token_data": "true",
     }
     if algorithm == "ppo":
         # With a critic, several samples per prompt add nothing over samples of other prompts.

@@ -60,6 +60,9 @@ def show_report(console: Console, folder: Path, summary: Summary, task: DemoTask
         style="bold",
         soft_wrap=True,
     )
+    console.print(
+        f"In a browser, with every sample and its tokens: lockstep dashboard {folder}", soft_wrap=True, markup=False
+    )
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -120,6 +123,7 @@ def _files(folder: Path, steps: int) -> Table:
         ("data", "the problems"),
         ("reward.py", "the reward function"),
         ("metrics.jsonl", "every metric of every step"),
+        ("rollouts", "the samples of every step, some with their tokens"),
         ("validation", "every answer of every validation"),
         ("config.yaml", "the configuration"),
         ("train_again.sh", "the training command, with a new output folder"),

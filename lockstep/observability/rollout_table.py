@@ -25,6 +25,16 @@ MAX_LINE_BYTES = 64 * 2**20
 PROMPT_CHARS = 300
 PASSED_ABOVE = 0.5
 """A response passes if `acc` of the reward function, or without it the score, is higher."""
+COUNT_COLUMNS = (
+    *("num_turns", "tool_call_counts", "tool_error_counts", "malformed_call_counts"),
+    *("trajectory_breaks", "program_error_counts", "environment_error_counts"),
+)
+"""Columns of a dump: counts of a conversation."""
+ROLLOUT_COLUMNS = (*COUNT_COLUMNS, "reward_scores", "turn_rewards")
+"""Columns of a dump: counts of a conversation, and rewards by its tools, environment and turns."""
+MAIN_COLUMNS = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
+MAIN_COLUMNS |= {"messages", "data_source", "reward_failed", "non_finite"}
+"""Columns of a dump that are shown in their own place. All others are the reward function's own output."""
 
 Stamp = tuple[int, int]
 """Size and mtime of a file in ns: a file with the same stamp has not changed."""
@@ -241,6 +251,16 @@ def uid_of(row: Row) -> str | None:
 def text_in(row: Row, column: str) -> str:
     """The column as text: JSON if it is something else, empty if it is missing."""
     return as_text(row.get(column))
+
+
+def reward_columns(row: Row) -> list[str]:
+    """Names of what the reward function returned besides the score."""
+    return [name for name in row if name not in MAIN_COLUMNS and name not in ROLLOUT_COLUMNS]
+
+
+def rollout_columns(row: Row) -> list[str]:
+    """Names of the counts and rewards of the conversation, without empty ones."""
+    return [name for name in ROLLOUT_COLUMNS if row.get(name) not in (None, {}, [])]
 
 
 def as_text(value: Any) -> str:

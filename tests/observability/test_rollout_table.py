@@ -12,6 +12,7 @@ from lockstep.observability import rollout_table
 from lockstep.observability.jsonl import json_line
 from lockstep.observability.rollout_search import TextSearch
 from lockstep.observability.rollout_table import read_table
+from lockstep.trainer.ppo.metrics import CONVERSATION_COLUMNS
 
 
 def row(uid: Any, score: Any, **more: Any) -> dict[str, Any]:
@@ -152,3 +153,7 @@ def test_search_looks_into_messages(tmp_path: Path, arguments: Any) -> None:
     ):
         hits = [(line, hit.column) for line, _, hit in TextSearch(text).lines(path) if hit is not None]
         assert hits == [(1, column)], text
+
+
+def test_counts_are_those_that_the_trainer_writes() -> None:
+    assert set(rollout_table.COUNT_COLUMNS) == set(CONVERSATION_COLUMNS.values())

@@ -56,10 +56,17 @@ def test_turns_with_tool_calls_rewards_and_images(tmp_path: Path) -> None:
     assert (data["group_size"], data["group_place"], data["group_neighbours"]) == (2, 0, [None, HOSTILE])
     assert (data["score"], data["length"], data["finish_reason"], data["index"]) == (0, 11, "stop", 3)
     assert data["prompt"]["text"] == "What is 2 + 2?" and data["expected"]["text"] == "4"
-    assert data["extras"] == [
-        {"name": "acc", "text": {"text": "true", "length": 4, "place": ["acc"]}},
-        {"name": "num_turns", "value": 7},
-    ]
+    assert data["extras"] == [{"name": "acc", "text": {"text": "true", "length": 4, "place": ["acc"]}}]
+    assert data["counts"] == [{"name": "num_turns", "value": 7}]
+
+
+def test_neighbours_match_the_filters(tmp_path: Path) -> None:
+    run = make_conversations(tmp_path / "run")
+    data = ask(run, "/api/conversation", TOOLS, min_score=0.5)
+    assert (data["rows"], data["num_matching"], data["step_neighbours"]) == (4, 2, [None, LONG])
+    assert data["group_neighbours"] == [None, HOSTILE], "the group is whole"
+    assert ask(run, "/api/conversation", LONG, text="short")["step_neighbours"] == [None, WITHOUT_TOKENS]
+    assert ask(run, "/api/conversation", WITHOUT_TOKENS)["step_neighbours"] == [LONG, None]
 
 
 def test_hostile_text_is_text(tmp_path: Path) -> None:
@@ -205,11 +212,31 @@ def test_a_conversation_in_the_browser(serve: Serve, open_page: OpenPage, tmp_pa
         page.get_by_label("Colour by").select_option(colour.get_attribute("value"))
         assert page.locator(".legend li").count() >= 1
         assert f"colour={colour.get_attribute('value')}" in page.url
+    page.get_by_label("Colour by").select_option("entropy")
     page.get_by_text("Tokens of the prompt").click()
     page.wait_for_selector("details .token")
     assert page.get_by_role("button", name="Previous of the group").is_disabled()
     page.get_by_role("button", name="Next of the group").click()
     page.wait_for_selector("text=response 2 of 4")
+    page.wait_for_selector(".token")
+    assert page.get_by_label("Colour by").input_value() == "entropy"
+
+
+@pytest.mark.slow
+def test_the_way_from_the_rollouts_and_back_keeps_the_filters(
+    serve: Serve, open_page: OpenPage, tmp_path: Path
+) -> None:
+    url = serve(make_conversations(tmp_path / "run"))
+    page = open_page(f"{url}/#/rollouts?run=run&step=1&view=rows&min_score=0.25&max_score=0.5", refused=True)
+    page.get_by_role("link", name="Open conversation of row 1").click()
+    page.wait_for_selector("text=of the 2 responses that match the filters")
+    assert page.get_by_role("button", name="Previous of the step").is_disabled()
+    page.get_by_role("button", name="Next of the step").click()
+    page.wait_for_selector("text=response 3 of 4")
+    assert page.get_by_role("button", name="Next of the step").is_disabled()
+    page.get_by_role("button", name="All rollouts of the step").click()
+    page.wait_for_selector("text=2 responses match")
+    assert page.get_by_label("reward from").input_value() == "0.25"
 
 
 @pytest.mark.slow

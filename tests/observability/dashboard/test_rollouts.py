@@ -158,12 +158,15 @@ def test_wrong_parameters_are_refused_in_words(get: Get) -> None:
 
 def test_a_group_side_by_side(tmp_path: Path) -> None:
     extras = {"acc": 1.0, "reason": "because", "parts": {"form": 0.5}, "long": "z" * 5000}
+    extras |= {"num_turns": 4, "tool_call_counts": 1, "reward_scores": {}, "reward_failed": 0.0}
     rows = [row("a", 1.0, data_source="gsm8k", index=12, **extras), row("a", 0.0, output="y" * 100_000 + "END")]
     get = getter(run_with(tmp_path / "run", *rows))
     group = get("/api/group", step=3, group=1)
     assert group["prompt"]["text"] == "question a" and group["expected"]["text"] == "4"
     assert (group["data_source"], group["index"]) == ("gsm8k", "12")
     first, second = group["responses"]
+    assert list(first["extras"]) == ["acc", "reason", "parts", "long"], "the reward's own"
+    assert first["counts"] == {"num_turns": 4, "tool_call_counts": 1}
     assert first["extras"]["acc"] == 1.0 and first["extras"]["reason"] == "because"
     assert first["extras"]["parts"] == '{"form": 0.5}' and first["extras"]["long"].endswith("z… (5,000 characters)")
     assert second["output"]["end"].endswith("END")

@@ -7,21 +7,20 @@
 import json
 import math
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from lockstep.observability.dashboard.api.rollouts import RECORDED_GROUPS, kind_of, spread
+from lockstep.observability.dashboard.api.rollouts import RECORDED_GROUPS, filters_of, kind_of, spread
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Recorded
+from lockstep.observability.dashboard.rollout_query import matching
 from lockstep.observability.dashboard.rollout_store import KINDS
 from lockstep.observability.dashboard.runs import RunFolder
-from lockstep.observability.rollout_table import StepTable, TableRow, as_text
+from lockstep.observability.rollout_table import StepTable, TableRow, as_text, reward_columns, rollout_columns
 from lockstep.utils.untrusted import JSON_ERRORS
 
-APART = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
-APART |= {"messages", "turn_rewards", "non_finite"}
-"""Columns of a dump that are shown in their own place; the others are listed by name."""
 HEAD_CHARS, TAIL_CHARS = 20_000, 2_000
 ALL_CHARS = 300_000
 """Characters of all texts in one answer: once they are used up texts are only named, and fetched when they are asked for."""
@@ -59,35 +58,44 @@ class Texts:
 
 
 def conversation(request: ApiRequest) -> dict[str, Any]:
-    """A response: what was asked and answered turn by turn, its score, and the reward function's own output."""
+    """A response: what was asked and answered turn by turn, its score, and the reward function's own output.
+
+    Its neighbours in the step are those that match the filters of the rollouts panel, if the request has some.
+    """
     table, row = _row(request)
     values = table.read(row)
     texts = Texts()
     group = [other.line for other in table.groups[row.group - 1].rows]
-    lines = list(table.rows)
-    extras = [name for name in values if name not in APART]
+    lines = sorted(row.line for _, rows in matching(table, filters_of(request, table)) for row in rows)
+    counts = [name for name in rollout_columns(values) if name != "turn_rewards"]  # these are beside their turns
     odd_numbers = values.get("non_finite")
     return {
         "row": row.line,
-        "rows": len(lines),
+        "rows": len(table.rows),
+        "num_matching": len(lines),
         "step_neighbours": _neighbours(lines, row.line),
         "group_size": len(group),
         "group_place": group.index(row.line),
         "group_neighbours": _neighbours(group, row.line),
         **{name: _number(values.get(name)) for name in ("step", "score", "advantage", "length", "index")},
         "finish_reason": _short(values.get("finish_reason")),
+        "data_source": _short(values.get("data_source")),
+        "reward_failed": row.reward_failed,
         "odd_score": _short(odd_numbers.get("score")) if isinstance(odd_numbers, dict) else None,
         "prompt": texts.cut(values.get("input"), ["input"]),
         "expected": texts.cut(values["gts"], ["gts"]) if values.get("gts") not in (None, "") else None,
         "turns": list(_turns(values, texts)),
         "num_turns": len(values["messages"]) if _has_messages(values) else 1,
-        "extras": [
-            {"name": name[:200], "value": _number(values[name])}
-            if _is_number(values[name])
-            else {"name": name[:200], "text": texts.cut(values[name], [name])}
-            for name in extras[:MOST_EXTRAS]
-        ],
+        "extras": [_named(values, name, texts) for name in reward_columns(values)[:MOST_EXTRAS]],
+        "counts": [_named(values, name, texts) for name in counts],
     }
+
+
+def _named(values: dict[str, Any], name: str, texts: Texts) -> dict[str, Any]:
+    value = values[name]
+    if _is_number(value):
+        return {"name": name[:200], "value": _number(value)}
+    return {"name": name[:200], "text": texts.cut(value, [name])}
 
 
 def _row(request: ApiRequest) -> tuple[StepTable, TableRow]:
@@ -99,9 +107,9 @@ def _row(request: ApiRequest) -> tuple[StepTable, TableRow]:
 
 
 def _neighbours(lines: Sequence[int], line: int) -> list[int | None]:
-    """The rows before and after one."""
-    place = lines.index(line)
-    return [lines[place - 1] if place else None, lines[place + 1] if place + 1 < len(lines) else None]
+    """The rows before and after one, which need not be among them."""
+    before, after = bisect_left(lines, line), bisect_right(lines, line)
+    return [lines[before - 1] if before else None, lines[after] if after < len(lines) else None]
 
 
 def _has_messages(values: dict[str, Any]) -> bool:

@@ -17,7 +17,15 @@ from lockstep.observability.dashboard.rollout_store import KINDS, Kind, RolloutS
 from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.rollout_files import Row, number_in
 from lockstep.observability.rollout_search import TextSearch
-from lockstep.observability.rollout_table import StepTable, TableGroup, TableRow, as_text, text_in
+from lockstep.observability.rollout_table import (
+    StepTable,
+    TableGroup,
+    TableRow,
+    as_text,
+    reward_columns,
+    rollout_columns,
+    text_in,
+)
 
 PAGE = 50
 GROUP_PAGE = 16
@@ -37,20 +45,6 @@ HISTORY_POINTS = 2000
 RECORDED_STEPS = 6
 RECORDED_GROUPS = 16
 """Steps of each kind and groups of each step in an exported page."""
-NOT_EXTRAS = {
-    "input",
-    "output",
-    "gts",
-    "score",
-    "step",
-    "uid",
-    "index",
-    "length",
-    "advantage",
-    "finish_reason",
-    "messages",
-}
-NOT_EXTRAS |= {"data_source", "reward_failed", "non_finite"}
 
 
 def dumps(request: ApiRequest) -> dict[str, Any]:
@@ -176,9 +170,14 @@ def find_group(table: StepTable, name: str) -> TableGroup:
 
 def response(row: TableRow, whole: Row | None) -> dict[str, Any]:
     if whole is None:
-        return row_numbers(row) | {"output": None, "num_bytes": row.size, "extras": {}}
-    extras = {name: value_of(value) for name, value in list(whole.items())[:60] if name not in NOT_EXTRAS}
-    return row_numbers(row) | {"output": cut(text_in(whole, "output"), TEXT_CHARS), "extras": extras}
+        return row_numbers(row) | {"output": None, "num_bytes": row.size, "extras": {}, "counts": {}}
+    extras = {name: value_of(whole[name]) for name in reward_columns(whole)[:60]}
+    counts = {name: value_of(whole[name]) for name in rollout_columns(whole)}
+    return row_numbers(row) | {
+        "output": cut(text_in(whole, "output"), TEXT_CHARS),
+        "extras": extras,
+        "counts": counts,
+    }
 
 
 def value_of(value: Any) -> Any:

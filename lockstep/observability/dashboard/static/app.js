@@ -100,7 +100,7 @@
       /** Change parameters of the address without building the panel again; those that are undefined, null or "" are removed. */
       set: (more) => {
         if (own !== shown) return;
-        Object.assign(params, more);
+        context.params = { ...context.params, ...more };
         history.replaceState(null, "", hash(panel.id, { ...address().params, ...more }));
       },
       /** Called with {run, step} when a run has changed. */

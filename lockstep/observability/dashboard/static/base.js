@@ -9,6 +9,9 @@ const Lockstep = {
     this.panels.push(panel);
   },
 
+  /** Parameters of the address that filter the responses of a step. */
+  rolloutFilters: ["stop", "min_score", "max_score", "min_length", "max_length", "variance", "problem", "text"],
+
   /** An element: el("a", {href: "#", class: "x", onclick: f}, "text", child, ...). Null children are left out. */
   el(tag, attributes = {}, ...children) {
     const element = document.createElement(tag);

@@ -99,17 +99,17 @@
   function facts(data) {
     const cut = data.finish_reason === "length" ? "cut at the maximum length" : data.finish_reason;
     const rows = [
-      ["score", data.odd_score || number(data.score)],
+      ["score", `${data.odd_score || number(data.score)}${data.reward_failed ? " (scoring failed)" : ""}`],
       ["advantage", number(data.advantage)],
       ["length", data.length === null ? "–" : count(data.length, "token")],
       ["finished by", visible(cut || "–")],
+      ["data source", visible(data.data_source || "–")],
       ["row of the data", number(data.index)],
     ];
     return el("dl", { class: "facts" }, ...rows.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   }
 
   function extrasTable(extras, fetchPage) {
-    if (!extras.length) return el("p", { class: "muted" }, "The reward function returned nothing besides the score.");
     const row = (extra) =>
       el(
         "tr",
@@ -134,12 +134,14 @@
       to(data.group_neighbours[1], "Next of the group"),
       to(data.step_neighbours[0], "Previous of the step"),
       to(data.step_neighbours[1], "Next of the step"),
+      data.num_matching < data.rows ? el("span", { class: "muted" }, `of the ${count(data.num_matching, "response")} that match the filters`) : null,
     );
   }
 
+  /** The list as it was left. */
   function back(context) {
-    const { kind, step } = context.params;
-    context.go("rollouts", Object.fromEntries(Object.entries({ kind, step }).filter(([, value]) => value !== undefined)));
+    const { row, colour, token, ...list } = context.params;
+    context.go("rollouts", list);
   }
 
   /** The level of a value from 0 (no colour) to 6, and whether it is below 0. */
@@ -367,7 +369,8 @@
         return;
       }
       const ask = { run: context.run, kind, step, row };
-      const data = await api("/api/conversation", ask);
+      const filters = Object.fromEntries(Lockstep.rolloutFilters.map((name) => [name, context.params[name]]));
+      const data = await api("/api/conversation", { ...ask, ...filters });
       const fetchPage = (place, begin) => api("/api/conversation/text", { ...ask, place: JSON.stringify(place), begin: begin || undefined });
       const fetchImage = (place) => api("/api/conversation/image", { ...ask, place: JSON.stringify(place) });
       const group = data.group_size > 1 ? `, ${data.group_place + 1} of ${number(data.group_size)} responses to its prompt` : "";
@@ -380,7 +383,8 @@
         data.num_turns > data.turns.length ? el("p", { class: "muted" }, `The first ${data.turns.length} of ${number(data.num_turns)} turns are shown.`) : "",
         data.expected ? el("section", { class: "turn", "aria-label": "expected answer" }, el("h4", {}, "expected"), textBlock(data.expected, fetchPage)) : "",
         el("h3", {}, "The reward function's output"),
-        extrasTable(data.extras, fetchPage),
+        data.extras.length ? extrasTable(data.extras, fetchPage) : el("p", { class: "muted" }, "The reward function returned nothing besides the score."),
+        ...(data.counts.length ? [el("h3", {}, "Counts and rewards of the conversation"), extrasTable(data.counts, fetchPage)] : []),
       );
       main.append(await tokensSection(context, ask));
     },

@@ -7,7 +7,7 @@ Lockstep.panel({
   async show(main, context) {
     const { el, api, chart, number, count } = Lockstep;
     const KINDS = { train: "training", validation: "validation" };
-    const FILTERS = ["stop", "min_score", "max_score", "min_length", "max_length", "variance", "problem", "text"];
+    const FILTERS = Lockstep.rolloutFilters;
     const DEFAULTS = { kind: "train", view: "groups", sort: "file", order: "desc" };
     const SORTS = {
       file: "order of the file",
@@ -238,8 +238,12 @@ Lockstep.panel({
     const nothing = (summary) => el("p", {}, summary.num_groups ? "Nothing matches: clear a filter." : "This step's file has no rows.");
     const passed = (row) => (row.passed ? "✓ passed" : "✗ not");
     const ending = (row) => [{ length: "cut at the maximum length", stop: "stopped" }[row.finish_reason] ?? row.finish_reason ?? "–", row.reward_failed ? ", scoring failed" : ""].join("");
-    const conversation = (row) =>
-      el("a", { href: `#/conversation?${new URLSearchParams({ run: context.run, kind: state.kind, step: step(), row })}`, "aria-label": `Open conversation of row ${row}` }, "Open conversation");
+    /** With the list's own parameters, for the way back and for the next response that matches. */
+    const conversation = (row) => {
+      const list = Object.entries(shown(["view", "sort", "order", ...FILTERS, "page"])).filter(([, value]) => value !== undefined);
+      const params = new URLSearchParams({ run: context.run, kind: state.kind, step: step(), row, ...Object.fromEntries(list) });
+      return el("a", { href: `#/conversation?${params}`, "aria-label": `Open conversation of row ${row}` }, "Open conversation");
+    };
 
     function drawPager({ total, page, per_page: size }) {
       const pages = Math.ceil(total / size);
@@ -319,13 +323,16 @@ Lockstep.panel({
       if (response.advantage !== null) facts.unshift(`advantage ${number(response.advantage, 3)}`);
       if (response.turns !== null) facts.push(count(response.turns, "turn"));
       const value = (each) => (typeof each === "number" ? number(each) : String(each));
+      const named = (title, values) =>
+        Object.keys(values).length ? [el("h4", {}, title), el("dl", { "aria-label": title }, Object.entries(values).map(([name, each]) => [el("dt", {}, name), el("dd", {}, value(each))]))] : null;
       return el(
         "article",
         { "aria-label": `Response ${place}` },
         el("h3", {}, `Response ${place} `, square(response.score, low, high)),
         el("p", {}, facts.join(" · ")),
         el("pre", { class: "text", tabindex: 0, "aria-label": `Answer ${place}` }, response.output ? (cutText(response.output) ?? "(empty)") : `(${number(response.num_bytes)} bytes: not read here)`),
-        Object.keys(response.extras).length ? el("dl", { "aria-label": "Output of the reward function" }, Object.entries(response.extras).map(([name, each]) => [el("dt", {}, name), el("dd", {}, value(each))])) : null,
+        named("Output of the reward function", response.extras),
+        named("Counts and rewards of the conversation", response.counts),
         el("p", {}, conversation(response.row)),
       );
     }
