@@ -192,6 +192,12 @@ def test_faults_of_supervised_runs(rule: str, columns: dict[str, Column]) -> Non
     assert list(rules_of(view(SUPERVISED | columns))) == [rule]
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_loss_that_falls_early_and_then_rests_says_nothing(seed: int) -> None:
+    early = {"train/loss": noisy(lambda t: 1.6 + 0.6 * math.exp(-100 * t), 0.02, seed=seed)}
+    assert findings(view(SUPERVISED | early)) == []
+
+
 def test_numbers_and_evidence() -> None:
     cut = rules_of(view(HEALTHY | {"response_length/clip_ratio": constant(0.35)}))["responses_cut"]
     assert cut.severity == "bad" and cut.title == "35 % of the responses are cut"

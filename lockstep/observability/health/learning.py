@@ -424,8 +424,10 @@ def supervised_loss(run: RunView) -> Finding | None:
     if len(loss.values) < 50:
         return None
     change, error = trend(loss.values)
-    start = Series(loss.steps[:RECENT], loss.values[:RECENT]).mean()
+    start = Series(loss.steps[:5], loss.values[:5]).mean()
     if abs(change) + 2 * error > 0.03 * abs(start) or start < 0.05:
+        return None
+    if start - loss.last().mean() > 0.03 * start:  # it fell early, and rests
         return None
     return Finding(
         "loss_flat",
