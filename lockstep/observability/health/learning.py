@@ -19,8 +19,11 @@ from lockstep.observability.health.run_view import (
 SCORE = "critic/score/mean"
 EQUAL_GROUPS = "critic/score/zero_variance_groups"
 WATCH = "metrics.md#what-to-watch"
-WITHOUT_GROUPS = ("gae", "remax", "reinforce_plus_plus")
-"""Advantage estimators that do not compare the samples of a prompt."""
+WITHOUT_GROUPS = (
+    *("gae", "remax", "reinforce_plus_plus"),
+    *("gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
+)
+"""Advantage estimators that do not compare the samples of a prompt, or by more than their scores."""
 FLAT_STEPS = 40
 FLAT_SHARE = 0.05
 """Of the range of scores: a smaller change is none."""
@@ -170,8 +173,7 @@ def groups_are_equal(run: RunView) -> Finding | None:
         "bad" if share.mean() >= 0.95 else "warning",
         f"{percent(share.mean())} of the groups have no variance",
         f"In the last {len(share.values)} steps all samples of a prompt scored the same for {percent(share.mean())} of the "
-        "prompts: their advantages "
-        "are 0, and the update sees only the others.",
+        "prompts: with group-relative advantages these teach nothing.",
         f"The prompts are too {'easy' if is_easy else 'hard'} for this policy: mix in {'harder' if is_easy else 'easier'} "
         "ones, raise actor_rollout_ref.rollout.n, "
         "or set algorithm.filter_groups.enable=true, which samples until a batch has groups that differ.",
