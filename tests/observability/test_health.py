@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import flat_values
 from lockstep.config.sft import SFTConfig
-from lockstep.observability.health import RULES, findings
+from lockstep.observability.health import RULES, findings, learning
 from lockstep.observability.health.process import PHASES, TIMERS, phases_of, state_of
 from lockstep.observability.health.run_view import Finding, RunView, Series, trend
 from tests.observability.dashboard.made_runs import step_metrics
@@ -192,6 +193,12 @@ def test_faults_of_supervised_runs(rule: str, columns: dict[str, Column]) -> Non
     assert list(rules_of(view(SUPERVISED | columns))) == [rule]
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_a_loss_that_falls_early_and_then_rests_says_nothing(seed: int) -> None:
+    early = {"train/loss": noisy(lambda t: 1.6 + 0.6 * math.exp(-100 * t), 0.02, seed=seed)}
+    assert findings(view(SUPERVISED | early)) == []
+
+
 def test_numbers_and_evidence() -> None:
     cut = rules_of(view(HEALTHY | {"response_length/clip_ratio": constant(0.35)}))["responses_cut"]
     assert cut.severity == "bad" and cut.title == "35 % of the responses are cut"
@@ -229,7 +236,9 @@ def test_the_worst_comes_first() -> None:
 def test_equal_groups_do_not_matter_to_a_critic() -> None:
     columns = HEALTHY | {"critic/score/zero_variance_groups": constant(0.9)}
     assert "equal_groups" in rules_of(view(columns))
-    assert "equal_groups" not in rules_of(view(columns, settings={"algorithm": {"adv_estimator": "gae"}}))
+    assert set(learning.WITHOUT_GROUPS) <= set(AdvantageEstimator)
+    for name in learning.WITHOUT_GROUPS:
+        assert "equal_groups" not in rules_of(view(columns, settings={"algorithm": {"adv_estimator": name}}))
 
 
 def test_states() -> None:

@@ -19,8 +19,11 @@ from lockstep.observability.numbers import number
 SCORE = "critic/score/mean"
 EQUAL_GROUPS = "critic/score/zero_variance_groups"
 WATCH = "metrics.md#what-to-watch"
-WITHOUT_GROUPS = ("gae", "remax", "reinforce_plus_plus")
-"""Advantage estimators that do not compare the samples of a prompt."""
+WITHOUT_GROUPS = (
+    *("gae", "remax", "reinforce_plus_plus"),
+    *("gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
+)
+"""Advantage estimators that do not compare the samples of a prompt, or by more than their scores."""
 FLAT_STEPS = 40
 FLAT_SHARE = 0.05
 """Of the range of scores: a smaller change is none."""
@@ -170,8 +173,7 @@ def groups_are_equal(run: RunView) -> Finding | None:
         "bad" if share.mean() >= 0.95 else "warning",
         f"{percent(share.mean())} of the groups have no variance",
         f"In the last {len(share.values)} steps all samples of a prompt scored the same for {percent(share.mean())} of the "
-        "prompts: their advantages "
-        "are 0, and the update sees only the others.",
+        "prompts: with group-relative advantages these teach nothing.",
         f"The prompts are too {'easy' if is_easy else 'hard'} for this policy: mix in {'harder' if is_easy else 'easier'} "
         "ones, raise actor_rollout_ref.rollout.n, "
         "or set algorithm.filter_groups.enable=true, which samples until a batch has groups that differ.",
@@ -424,8 +426,10 @@ def supervised_loss(run: RunView) -> Finding | None:
     if len(loss.values) < 50:
         return None
     change, error = trend(loss.values)
-    start = Series(loss.steps[:RECENT], loss.values[:RECENT]).mean()
+    start = Series(loss.steps[:5], loss.values[:5]).mean()
     if abs(change) + 2 * error > 0.03 * abs(start) or start < 0.05:
+        return None
+    if start - loss.last().mean() > 0.03 * start:  # it fell early, and rests
         return None
     return Finding(
         "loss_flat",
