@@ -20,6 +20,7 @@ EXTRAS = {
     "qlora": ("bitsandbytes",),
     "serve": ("starlette", "uvicorn"),
     "dashboard": ("plotly",),
+    "docs": ("mkdocs-material",),
     "langgraph": ("langgraph",),
     "mcp": ("mcp",),
     "search": ("bm25s",),

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
+from lockstep.observability.dashboard.metrics_store import MetricsStore
 from lockstep.observability.dashboard.prompt_index import PromptIndex
+from lockstep.observability.numbers import number
 from lockstep.observability.rollout_files import DumpFolder, NoDumps, dump_folders, dumps_in, merged, no_dumps
 from lockstep.observability.rollout_table import StepTable, read_table, stamp_of
 from lockstep.observability.run_folder import starts
+from lockstep.observability.status_file import read_status
 
 Kind = Literal["train", "validation"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -26,12 +29,13 @@ SETTLED_NS = 2 * 10**9
 
 @dataclass
 class _Listing:
-    """Step -> dump of one kind, sorted. stamps: what it was made from."""
+    """Step -> dump of one kind, sorted. found: also those of abandoned steps; stamps: what it was made from."""
 
     stamps: object = None
     folders: list[DumpFolder] = field(default_factory=list)
     missing: str | None = None
     folder_stamps: object = None
+    found: dict[int, Path] = field(default_factory=dict)
     files: dict[int, Path] = field(default_factory=dict)
 
 
@@ -65,10 +69,10 @@ TABLES = TableCache()
 
 
 class RolloutStore:
-    """Safe to use from several threads."""
+    """metrics: of the run. Safe to use from several threads."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, metrics: MetricsStore) -> None:
+        self.folder, self.metrics = folder, metrics
         self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._listings: dict[Kind, _Listing] = {kind: _Listing() for kind in KINDS}
@@ -88,6 +92,10 @@ class RolloutStore:
             return str(error)
         if listing.files:
             return None
+        if listing.found:
+            return (
+                f"The run has not reached step {min(listing.found)} again, the first with a dump, since it was resumed."
+            )
         reason = no_dumps(self.folder, kind == "validation", listing.missing)
         if isinstance(reason, NoDumps):
             return (
@@ -123,11 +131,25 @@ class RolloutStore:
             folder_stamps = [(folder, _mtime(folder.path)) for folder in listing.folders]
         if listing.folder_stamps != folder_stamps:
             files = merged((folder, dumps_in(folder.path)) for folder in listing.folders)
-            listing.files = dict(sorted(files.items()))
+            listing.found = dict(sorted(files.items()))
             newest = max((stamp or 0 for _, stamp in folder_stamps), default=0)
             listing.folder_stamps = folder_stamps if time.time_ns() - newest > SETTLED_NS else None
+        files = self._without_abandoned(listing.found)
+        if files is listing.found or files != listing.files:
+            listing.files = files
         self._listings[kind] = listing
         return listing
+
+    def _without_abandoned(self, files: dict[int, Path]) -> dict[int, Path]:
+        """A run that resumes from a checkpoint cuts its metrics there; later dumps are overwritten when it reaches their steps.
+
+        The dump of a step may be written before its metrics. A run without metrics keeps all.
+        """
+        last, metrics = self.metrics.last()
+        if not files or not metrics:
+            return files
+        last = max(last, int(number((read_status(self.folder) or {}).get("step")) or 0)) + 1
+        return files if max(files) <= last else {step: path for step, path in files.items() if step <= last}
 
 
 def zero_variance_share(store: RolloutStore, step: int | None = None) -> float | None:

@@ -68,7 +68,8 @@ class Runs:
         known = self._found.get(name)
         if known is not None and known.folder == folder:
             return known
-        return RunFolder(name, folder, MetricsStore(folder / METRICS_FILE), RolloutStore(folder))
+        metrics = MetricsStore(folder / METRICS_FILE)
+        return RunFolder(name, folder, metrics, RolloutStore(folder, metrics))
 
     def _scan(self) -> dict[str, Path]:
         """Name to folder."""

@@ -15,6 +15,7 @@ import yaml
 from lockstep.observability.dashboard import prompt_index, rollout_store
 from lockstep.observability.dashboard.api import rollouts
 from lockstep.observability.dashboard.app import APIS, json_response
+from lockstep.observability.dashboard.metrics_store import MetricsStore
 from lockstep.observability.dashboard.request import ApiRequest
 from lockstep.observability.dashboard.rollout_store import RolloutStore, zero_variance_share
 from lockstep.observability.dashboard.runs import Runs
@@ -41,6 +42,10 @@ def getter(folder: Path) -> Get:
         return json.loads(body)
 
     return get
+
+
+def store_of(run: Path) -> RolloutStore:
+    return RolloutStore(run, MetricsStore(run / "metrics.jsonl"))
 
 
 def row(uid: str, score: float | None, **more: Any) -> dict[str, Any]:
@@ -188,9 +193,9 @@ def test_which_steps_have_dumps(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=6, dump_every=2)
     get = getter(run)
     assert get("/api/dumps") == {"train": {"steps": [2, 4, 6], "why": None}, "validation": {"steps": [6], "why": None}}
-    dump_step(run / "rollouts", 8, 8, 2, 2)
-    assert get("/api/dumps")["train"]["steps"] == [2, 4, 6, 8], "a new step is seen"
-    assert get("/api/rollouts")["step"] == 8
+    dump_step(run / "rollouts", 7, 8, 2, 2)
+    assert get("/api/dumps")["train"]["steps"] == [2, 4, 6, 7], "a new step is seen"
+    assert get("/api/rollouts")["step"] == 7
     shutil.rmtree(run / "rollouts")
     answer = get("/api/dumps")["train"]
     assert answer["steps"] == [] and "which does not exist here" in answer["why"]
@@ -221,7 +226,7 @@ def test_odd_dump_folders_in_a_config(tmp_path: Path, value: str, words: str) ->
 
 def test_a_folder_that_has_settled_is_not_listed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "run", steps=3)
-    store = RolloutStore(run)
+    store = store_of(run)
     monkeypatch.setattr(rollout_store, "SETTLED_NS", -1)
     first = store.files("train")
     assert store.files("train") is first
@@ -229,10 +234,31 @@ def test_a_folder_that_has_settled_is_not_listed_again(tmp_path: Path, monkeypat
     assert list(store.files("train")) == [1, 2, 3, 4]
 
 
+def test_dumps_of_an_abandoned_attempt_are_left_out(tmp_path: Path) -> None:
+    """After a resume from step 3 the metrics are cut, and the dumps of steps 4 to 8 are still those of before."""
+    run = make_run(tmp_path / "run", steps=8)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines[:3]))
+    store, get = store_of(run), getter(run)
+    assert list(store.files("train")) == [1, 2, 3, 4] and store.files("train") is store.files("train")
+    assert store.table("train")[0] == 4 and list(store.files("validation")) == []
+    assert "has not reached step 8 again" in (store.why_none("validation") or "")
+    key = get("/api/rollouts", sort="reward")["items"][0]["key"]
+    answer = until(lambda: get("/api/prompt", key=key), lambda answer: answer["num_indexed"] == 4)
+    assert answer["step"] == [1, 2, 3, 4]
+    (run / "status.json").write_text('{"state": "running", "step": 5}')
+    assert list(store.files("train")) == [1, 2, 3, 4, 5, 6]
+    (run / "metrics.jsonl").write_bytes(b"".join(lines))
+    assert len(store.files("train")) == 8 and list(store.files("validation")) == [8]
+    (run / "status.json").unlink()
+    (run / "metrics.jsonl").unlink()
+    assert len(store.files("train")) == 8
+
+
 def test_tables_are_kept_within_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = rollout_store.TableCache()
     monkeypatch.setattr(rollout_store, "TABLES", tables)
-    store, other = (RolloutStore(make_run(tmp_path / name, steps=6)) for name in ("run", "other"))
+    store, other = (store_of(make_run(tmp_path / name, steps=6)) for name in ("run", "other"))
     assert store.table("train", 6)[1] is store.table("train")[1]
     monkeypatch.setattr(rollout_store, "KEPT_TABLES", 2)
     for step in range(1, 7):
@@ -245,10 +271,10 @@ def test_tables_are_kept_within_limits(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_share_of_groups_without_variance(tmp_path: Path) -> None:
-    store = RolloutStore(run_with(tmp_path / "run", *ROWS))
+    store = store_of(run_with(tmp_path / "run", *ROWS))
     assert zero_variance_share(store, 3) == 0.5 == zero_variance_share(store)
     assert zero_variance_share(store, 4) is None
-    assert zero_variance_share(RolloutStore(tmp_path / "nowhere")) is None
+    assert zero_variance_share(store_of(tmp_path / "nowhere")) is None
 
 
 def test_the_same_prompt_over_the_steps(tmp_path: Path) -> None:
