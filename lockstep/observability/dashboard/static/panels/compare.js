@@ -10,7 +10,12 @@
   /** What the reward function's `acc` says beside a score; nothing in dumps without it. */
   const accuracy = (acc) => (acc === null ? "" : `, acc ${number(acc, 3)}`);
   const accuracies = (left, right) => (left === null || right === null ? "" : `acc ${number(left, 3)} → ${number(right, 3)}`);
-  const direction = (value) => (value > 0 ? "better" : value < 0 ? "worse" : "same");
+  const moved = (value) => (value > 0 ? "higher" : value < 0 ? "lower" : "same");
+  /** Whether a prompt got better: by `acc`, or without it by the score. */
+  function direction({ left, right, change }) {
+    const by = left.acc === null || right.acc === null ? change : right.acc - left.acc;
+    return by > 0 ? "better" : by < 0 ? "worse" : "same";
+  }
 
   /** A control for a step: a list, or a number if there are too many. Empty is the last step. */
   function stepControl(label, steps, value, changed) {
@@ -152,7 +157,7 @@
             el(
               "section",
               { class: "pair" },
-              el("h3", {}, el("span", { class: direction(item.change) }, `${signed(item.change)} ${direction(item.change)}`), [accuracies(item.left.acc, item.right.acc), item.prompt].filter(Boolean).map((part) => ` · ${part}`)),
+              el("h3", {}, el("span", { class: direction(item) }, `score ${signed(item.change)} ${moved(item.change)}`), [accuracies(item.left.acc, item.right.acc), item.prompt].filter(Boolean).map((part) => ` · ${part}`)),
               el("div", { class: "sides" }, side(titles[0], item.left, addresses[0]), side(titles[1], item.right, addresses[1])),
             ),
           ),

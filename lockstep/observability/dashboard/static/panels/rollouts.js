@@ -69,7 +69,7 @@ Lockstep.panel({
     const stop = choice("Stop reason", "stop", { "": "any" });
     const variance = choice("Scores of a group", "variance", { "": "any", nonzero: "differ", zero: "all equal" });
     const problem = choice("Problem", "problem", { "": "any or none", tool_error: "tool error", reward_failed: "reward failed" });
-    const text = el("input", { type: "search", name: "text", value: state.text ?? "", size: 24, maxLength: 500, "aria-label": "Text in prompt, answer or messages", placeholder: "text in prompt, answer or messages" });
+    const text = el("input", { type: "search", name: "text", value: state.text ?? "", size: 24, maxLength: 500, "aria-label": "Text in prompt, answer or messages", placeholder: "text to search for" });
     const stepInput = el("input", { type: "number", min: 0, "aria-label": "Step", onchange: () => steps().length && goTo(placeOf(Number(stepInput.value))) });
     const slider = el("input", { type: "range", min: 0, step: 1, "aria-label": "Step by slider", onchange: () => goTo(Number(slider.value)) });
     slider.addEventListener("input", () => (stepInput.value = steps()[Number(slider.value)]));
