@@ -434,6 +434,8 @@ def _warnings(config: PPOConfig, values: Values) -> Iterator[str]:
     if values[f"{validation}.n"] > 1 and not values[f"{validation}.do_sample"]:
         yield f"{validation}.do_sample=false: the {values[f'{validation}.n']} responses to a prompt will be identical"
     yield from checks.run_warnings(values)
+    if values["trainer.dashboard"] and values["trainer.val_only"]:
+        yield "trainer.dashboard=true has no effect: trainer.val_only=true trains nothing; `lockstep dashboard` shows a folder"
     if values["trainer.max_restarts"] and values["trainer.save_freq"] < 1:
         yield "trainer.max_restarts without trainer.save_freq: there are no checkpoints, so a restart begins at step 0"
     if values["reward_model.enable"] and values["custom_reward_function.path"]:

@@ -264,6 +264,12 @@ def test_likely_mistakes_are_warnings(
     assert message in caplog.text
 
 
+def test_a_validation_has_no_dashboard(minimal: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    validation = minimal[0].replace("train_files", "val_files")
+    load_config(PPOConfig, [*minimal, validation, "trainer.dashboard=true", "trainer.val_only=true"])
+    assert "trainer.dashboard=true has no effect: trainer.val_only=true trains nothing" in caplog.text
+
+
 @pytest.mark.parametrize(("loss", "low", "high"), [("vanilla", 0.2, 0.2), ("gspo", 0.2, 0.2), ("cispo", 0.8, 1.2)])
 def test_clip_ratios_around_1_are_bounds(minimal: list[str], loss: str, low: float, high: float) -> None:
     bounds = [f"{ACTOR}.clip_ratio_low=0.8", f"{ACTOR}.clip_ratio_high=1.2"]

@@ -104,6 +104,11 @@ def test_healthy_runs_are_silent(columns: dict[str, Column], steps: int) -> None
     assert findings(view(columns, steps)) == []
 
 
+@pytest.mark.parametrize("steps", [1, 2, 9, 10, 20, 200])
+def test_a_reward_that_is_the_accuracy_says_nothing(steps: int) -> None:
+    assert findings(view(HEALTHY | {"reward/acc/mean": HEALTHY["critic/score/mean"]}, steps)) == []
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_noise_alone_says_nothing(seed: int) -> None:
     """A slow but learning run, with the noise of small batches."""
@@ -137,6 +142,11 @@ FAULTS: list[tuple[str, dict[str, Column], dict[str, Any]]] = [
             "critic/score/zero_variance_groups": lambda step: min(0.97, 0.4 + step / 100),
             "val-core/math/acc/mean@4": noisy(lambda t: 0.3),
         },
+        {},
+    ),
+    (
+        "reward_without_accuracy",
+        {"critic/score/mean": noisy(lambda t: 0.1 + 0.85 * t), "reward/acc/mean": noisy(lambda t: 0.05, 0.01)},
         {},
     ),
     ("equal_groups", {"critic/score/zero_variance_groups": noisy(lambda t: 0.8)}, {}),
@@ -222,6 +232,62 @@ def test_a_solved_task_is_only_a_note() -> None:
     }
     found = rules_of(view(HEALTHY | solved))
     assert found["reward_saturated"].severity == "info" and list(found) == ["reward_saturated"]
+
+
+def found_for(score: Callable[[float], float], acc: Callable[[float], float], **more: Column) -> dict[str, Finding]:
+    columns = {"critic/score/mean": noisy(score, 0.005), "reward/acc/mean": noisy(acc, 0.005)}
+    return rules_of(view(HEALTHY | columns | more))
+
+
+def test_a_reward_that_is_not_the_accuracy() -> None:
+    found = found_for(lambda t: 0.1 + 0.5 * t, lambda t: 0.02)["reward_without_accuracy"]
+    assert found.severity == "bad" and found.title == "The reward rises without the accuracy"
+    assert found.metrics == ("critic/score/mean", "reward/acc/mean") and found.rollouts == {"sort": "reward"}
+    exact = {"critic/score/mean": lambda step: 0.1 + step / 400, "reward/acc/mean": constant(0.02)}
+    assert rules_of(view(HEALTHY | exact))["reward_without_accuracy"].text == (
+        "The mean score was 0.108 in the first steps and is 0.589 in the last 10 (scores are from 0 to 1), "
+        "while reward/acc/mean was 0.02 and is 0.02."
+    )
+    falls = found_for(lambda t: 0.75, lambda t: 0.6 - 0.4 * t)["reward_without_accuracy"]
+    assert falls.title == "The accuracy falls, and the reward does not"
+
+
+@pytest.mark.parametrize(
+    ("score", "acc"),
+    [
+        (lambda t: 0.5 * min(1, 4 * t) + 0.5 * (0.1 + 0.5 * t), lambda t: 0.1 + 0.5 * t),  # a bonus for the format
+        (lambda t: 0.8 + 0.1 * t, lambda t: 0.3 + 0.2 * t),  # larger from the start
+        (lambda t: min(0.9, 0.2 + 1.4 * t), lambda t: max(0.02, 0.4 * (t - 0.6))),  # the format first, answers later
+        (lambda t: 0.1 + 0.25 * t, lambda t: 0.05),  # a small gap
+    ],
+)
+def test_a_reward_that_is_larger_by_design_says_nothing(
+    score: Callable[[float], float], acc: Callable[[float], float]
+) -> None:
+    assert "reward_without_accuracy" not in found_for(score, acc)
+
+
+def test_scores_of_other_scales_are_compared_as_shares() -> None:
+    """-1 and 1 for wrong and right; and up to 10 for right answers."""
+    ends = {"critic/score/min": constant(-1.0)}
+    assert found_for(lambda t: 1.6 * t - 0.8, lambda t: 0.1 + 0.8 * t, **ends) == {}
+    ends = {"critic/score/max": constant(10.0)}
+    assert found_for(lambda t: 1 + 2 * t, lambda t: 0.1, **ends) == {}
+
+
+def test_the_accuracy_of_the_validation_if_training_has_none() -> None:
+    hacked = HEALTHY | {"val-core/math/acc/mean@4": constant(0.01)}
+    assert rules_of(view(hacked))["reward_without_accuracy"].metrics[1] == "val-core/math/acc/mean@4"
+
+
+def test_prompts_are_not_called_easy_if_answers_are_wrong() -> None:
+    wrong = {"reward/acc/mean": constant(0.01), "critic/score/zero_variance_groups": constant(0.9)}
+    high = rules_of(view(HEALTHY | wrong | {"critic/score/mean": constant(0.99)}))
+    assert list(high) == ["reward_saturated"] and high["reward_saturated"].severity == "warning"
+    assert "few answers are right" in high["reward_saturated"].title
+    equal = found_for(lambda t: 0.8 + 0.1 * t, lambda t: 0.01, **{"critic/score/zero_variance_groups": constant(0.9)})
+    for found in (high["reward_saturated"], equal["equal_groups"]):
+        assert found.advice == learning.REWARD_HACK and "harder" not in found.advice
 
 
 def test_the_worst_comes_first() -> None:

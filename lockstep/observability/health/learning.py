@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable
+from typing import NamedTuple
 
 from lockstep.observability.health.run_view import (
     RECENT,
@@ -17,6 +18,12 @@ from lockstep.observability.health.run_view import (
 from lockstep.observability.numbers import number
 
 SCORE = "critic/score/mean"
+ACCURACY = "reward/acc/mean"
+LOW_ACCURACY = 0.2
+REWARD_HACK = (
+    "The reward pays for something else than right answers: look at samples with a high score whose acc is 0, find what they "
+    "have in common, and let the reward function not pay for it, or only for right answers."
+)
 EQUAL_GROUPS = "critic/score/zero_variance_groups"
 WATCH = "metrics.md#what-to-watch"
 WITHOUT_GROUPS = (
@@ -70,8 +77,69 @@ def reward_is_constant(run: RunView) -> Finding | None:
     )
 
 
+class Accuracy(NamedTuple):
+    """metric: its name; begin, now: means of the first and the last values; rise: over the later half, if it is significant."""
+
+    metric: str
+    begin: float
+    now: float
+    rise: float
+
+
+def accuracy(run: RunView) -> Accuracy | None:
+    """That of the training samples or else, if it is low, of the validation: prompts of a validation may just be harder."""
+    series = run.series(ACCURACY)
+    if series.values:
+        steps = list(series.steps[-RECENT:])
+        if len(steps) < RECENT or steps != list(run.series(SCORE).steps[-RECENT:]):
+            return None
+        return _accuracy(ACCURACY, series, 5, RECENT)
+    for name, found in validations(run):
+        if "/acc/" in name and len(found.values) >= 4:
+            result = _accuracy(name, found, 2, 2)
+            return result if result.now < LOW_ACCURACY else None
+    return None
+
+
+def _accuracy(name: str, series: Series, num_begin: int, num_now: int) -> Accuracy:
+    later = trend(series.last(max(3, num_now, len(series.values) // 2)).values)
+    begin = Series(series.steps[:num_begin], series.values[:num_begin]).mean()
+    return Accuracy(name, begin, series.last(num_now).mean(), later.change if later.is_rise else 0.0)
+
+
+def is_wrong(run: RunView) -> bool:
+    """Whether few of the training samples are right."""
+    found = accuracy(run)
+    return found is not None and found.metric == ACCURACY and found.now < LOW_ACCURACY
+
+
+def reward_is_not_accuracy(run: RunView) -> Finding | None:
+    """The gap between score and accuracy has grown. A score may be larger by design, such as by a bonus for the format: only if
+    the accuracy does not rise."""
+    score, (low, high), found = run.series(SCORE), score_range(run), accuracy(run)
+    if len(score.values) < 2 * RECENT or high <= low or found is None:
+        return None
+    begin, now = Series(score.steps[:5], score.values[:5]).mean(), score.last().mean()
+    gap = min(now, (now - low) / (high - low)) - found.now
+    gained, learned = (now - begin) / (high - low), found.now - found.begin
+    if gap <= 0.3 or gained - learned < 0.15 or max(learned, found.rise) >= max(0.05, 0.2 * gained):
+        return None
+    return Finding(
+        "reward_without_accuracy",
+        "bad",
+        "The reward rises without the accuracy" if gained > 0.05 else "The accuracy falls, and the reward does not",
+        f"The mean score was {show(begin)} in the first steps and is {show(now)} in the last {RECENT} (scores are from {show(low)} "
+        f"to {show(high)}), while {found.metric} was {show(found.begin)} and is {show(found.now)}.",
+        REWARD_HACK,
+        "rewards.md",
+        (SCORE, found.metric),
+        (score.steps[0], score.steps[-1]),
+        run.samples(sort="reward"),
+    )
+
+
 def reward_is_saturated(run: RunView) -> Finding | None:
-    if not is_saturated(run):
+    if not is_saturated(run) or reward_is_not_accuracy(run) is not None:
         return None
     low, high = score_range(run)
     score = run.series(SCORE)
@@ -84,18 +152,22 @@ def reward_is_saturated(run: RunView) -> Finding | None:
     validation = next((number(series.values[-1]) for _, series in validations(run)), None)
     is_solved = validation is not None and validation >= high - 0.1 * (high - low)
     is_long = count >= 20 and count >= 0.2 * len(score.values)
+    wrong = is_wrong(run)
     return Finding(
         "reward_saturated",
-        "warning" if is_long and not is_solved else "info",
-        "The reward is at its maximum: nothing is left to learn",
+        "warning" if wrong or (is_long and not is_solved) else "info",
+        f"The reward is at its maximum{', but few answers are right' if wrong else ': nothing is left to learn'}",
         f"The mean score is {show(score.last().mean())} of at most {show(high)} since step {begin} ({count} steps){groups}."
-        + (f" Validation agrees ({show(validation)})." if validation is not None and is_solved else ""),
-        "Stop here, or go on with harder prompts (data.train_files), a stricter reward, or "
+        + (f" Validation agrees ({show(validation)})." if validation is not None and is_solved else "")
+        + (f" {ACCURACY} is {show(run.series(ACCURACY).last().mean())}." if wrong else ""),
+        REWARD_HACK
+        if wrong
+        else "Stop here, or go on with harder prompts (data.train_files), a stricter reward, or "
         "algorithm.filter_groups.enable=true to train only "
         "on prompts whose samples differ. Read some responses with a high score: are they right, or do they only please the "
         "reward function?",
-        WATCH,
-        (SCORE, EQUAL_GROUPS) if equal.values else (SCORE,),
+        "rewards.md" if wrong else WATCH,
+        (SCORE, *((ACCURACY,) if wrong else ()), *((EQUAL_GROUPS,) if equal.values else ())),
         (begin, score.steps[-1]),
         run.samples(variance="zero"),
     )
@@ -168,17 +240,20 @@ def groups_are_equal(run: RunView) -> Finding | None:
     score = run.series(SCORE).last()
     low, high = score_range(run)
     is_easy = bool(score.values) and high > low and score.mean() > (low + high) / 2
+    is_hack = is_easy and is_wrong(run)
     return Finding(
         "equal_groups",
         "bad" if share.mean() >= 0.95 else "warning",
         f"{percent(share.mean())} of the groups have no variance",
         f"In the last {len(share.values)} steps all samples of a prompt scored the same for {percent(share.mean())} of the "
         "prompts: with group-relative advantages these teach nothing.",
-        f"The prompts are too {'easy' if is_easy else 'hard'} for this policy: mix in {'harder' if is_easy else 'easier'} "
+        REWARD_HACK
+        if is_hack
+        else f"The prompts are too {'easy' if is_easy else 'hard'} for this policy: mix in {'harder' if is_easy else 'easier'} "
         "ones, raise actor_rollout_ref.rollout.n, "
         "or set algorithm.filter_groups.enable=true, which samples until a batch has groups that differ.",
-        "algorithms.md",
-        (EQUAL_GROUPS, SCORE),
+        "rewards.md" if is_hack else "algorithms.md",
+        (EQUAL_GROUPS, SCORE, ACCURACY) if is_hack else (EQUAL_GROUPS, SCORE),
         share.span,
         run.samples(variance="zero"),
     )
@@ -447,6 +522,7 @@ def supervised_loss(run: RunView) -> Finding | None:
 
 RULES: tuple[Callable[[RunView], Finding | None], ...] = (
     numbers_are_not_finite,
+    reward_is_not_accuracy,
     reward_is_constant,
     reward_falls,
     reward_is_flat,

@@ -23,7 +23,7 @@ def responses_are_cut(run: RunView) -> Finding | None:
         "bad" if cut.mean() >= 0.3 else "warning",
         f"{percent(cut.mean())} of the responses are cut",
         f"In the last {len(cut.values)} steps {percent(cut.mean())} of the responses reached data.max_response_length"
-        f"{f'={limit}' if limit else ''}{mean}: their answers are missing, and are scored as wrong.",
+        f"{f'={limit}' if limit else ''}{mean}: their answers may be missing.",
         "Raise data.max_response_length (and check the memory by `lockstep plan`), ask for short answers in the prompt, or "
         "penalise length in the reward.",
         WATCH,
