@@ -23,6 +23,14 @@ Row = dict[str, Any]
 KEYS = {False: "trainer.rollout_data_dir", True: "trainer.validation_data_dir"}
 """Whether it is about validation -> the key that selects the dump folder."""
 
+SHOWN_APART = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
+SHOWN_APART |= {"messages", "non_finite"}
+"""Columns that every view of a dump shows in their own place; it lists the others by name."""
+APART_IN_GROUPS = SHOWN_APART | {"data_source", "reward_failed"}
+"""Views of groups tell these at the group and at how a response ended."""
+APART_IN_TURNS = SHOWN_APART | {"turn_rewards"}
+"""A view of one response has these at its turns."""
+
 
 class NoDumps(ValueError):
     """A run that wrote none. remedy: what to set."""

@@ -16,12 +16,10 @@ from lockstep.observability.dashboard.api.rollouts import RECORDED_GROUPS, kind_
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Recorded
 from lockstep.observability.dashboard.rollout_store import KINDS
 from lockstep.observability.dashboard.runs import RunFolder
+from lockstep.observability.rollout_files import APART_IN_TURNS
 from lockstep.observability.rollout_table import StepTable, TableRow, as_text
 from lockstep.utils.untrusted import JSON_ERRORS
 
-APART = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
-APART |= {"messages", "turn_rewards", "non_finite"}
-"""Columns of a dump that are shown in their own place; the others are listed by name."""
 HEAD_CHARS, TAIL_CHARS = 20_000, 2_000
 ALL_CHARS = 300_000
 """Characters of all texts in one answer: once they are used up texts are only named, and fetched when they are asked for."""
@@ -65,7 +63,7 @@ def conversation(request: ApiRequest) -> dict[str, Any]:
     texts = Texts()
     group = [other.line for other in table.groups[row.group - 1].rows]
     lines = list(table.rows)
-    extras = [name for name in values if name not in APART]
+    extras = [name for name in values if name not in APART_IN_TURNS]
     odd_numbers = values.get("non_finite")
     return {
         "row": row.line,

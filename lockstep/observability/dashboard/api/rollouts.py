@@ -15,7 +15,7 @@ from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, 
 from lockstep.observability.dashboard.rollout_query import GROUP_ORDERS, ROW_ORDERS, Filters, matching, sort_key
 from lockstep.observability.dashboard.rollout_store import KINDS, Kind, RolloutStore
 from lockstep.observability.dashboard.runs import RunFolder
-from lockstep.observability.rollout_files import Row, number_in
+from lockstep.observability.rollout_files import APART_IN_GROUPS, Row, number_in
 from lockstep.observability.rollout_search import TextSearch
 from lockstep.observability.rollout_table import StepTable, TableGroup, TableRow, as_text, text_in
 
@@ -37,20 +37,6 @@ HISTORY_POINTS = 2000
 RECORDED_STEPS = 6
 RECORDED_GROUPS = 16
 """Steps of each kind and groups of each step in an exported page."""
-NOT_EXTRAS = {
-    "input",
-    "output",
-    "gts",
-    "score",
-    "step",
-    "uid",
-    "index",
-    "length",
-    "advantage",
-    "finish_reason",
-    "messages",
-}
-NOT_EXTRAS |= {"data_source", "reward_failed", "non_finite"}
 
 
 def dumps(request: ApiRequest) -> dict[str, Any]:
@@ -170,7 +156,7 @@ def find_group(table: StepTable, name: str) -> TableGroup:
 def response(row: TableRow, whole: Row | None) -> dict[str, Any]:
     if whole is None:
         return row_numbers(row) | {"output": None, "num_bytes": row.size, "extras": {}}
-    extras = {name: value_of(value) for name, value in list(whole.items())[:60] if name not in NOT_EXTRAS}
+    extras = {name: value_of(value) for name, value in list(whole.items())[:60] if name not in APART_IN_GROUPS}
     return row_numbers(row) | {"output": cut(text_in(whole, "output"), TEXT_CHARS), "extras": extras}
 
 
