@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from lockstep.observability.rollout_files import Row, number_in
+from lockstep.observability.rollout_files import MAIN_COLUMNS, Row, number_in
 from lockstep.utils.untrusted import JSON_ERRORS
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -32,10 +32,6 @@ COUNT_COLUMNS = (
 """Columns of a dump: counts of a conversation."""
 ROLLOUT_COLUMNS = (*COUNT_COLUMNS, "reward_scores", "turn_rewards")
 """Columns of a dump: counts of a conversation, and rewards by its tools, environment and turns."""
-MAIN_COLUMNS = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
-MAIN_COLUMNS |= {"messages", "data_source", "reward_failed", "non_finite"}
-"""Columns of a dump that are shown in their own place. All others are the reward function's own output."""
-
 Stamp = tuple[int, int]
 """Size and mtime of a file in ns: a file with the same stamp has not changed."""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.observability import token_file
 from lockstep.observability.rollout_files import (
+    MAIN_COLUMNS,
     Group,
     NoDumps,
     Row,
@@ -26,8 +27,6 @@ from lockstep.observability.step_line import format_number, one_line
 from lockstep.observability.token_file import RowTokens
 from lockstep.utils.untrusted import printable
 
-SHOWN_APART = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
-SHOWN_APART |= {"reward_failed", "non_finite", "messages", "data_source"}
 TOKEN_COLUMNS = {
     "rollout_log_probs": "log-prob",
     "old_log_probs": "trainer",
@@ -120,7 +119,7 @@ def page(
 
 def _extras(rows: Sequence[Row]) -> list[str]:
     """The other columns, without counters that are 0 everywhere."""
-    names = dict.fromkeys(name for row in rows for name in row if name not in SHOWN_APART)
+    names = dict.fromkeys(name for row in rows for name in row if name not in MAIN_COLUMNS)
     return [name for name in names if not all(row.get(name) is None or _is_zero_count(row[name]) for row in rows)]
 
 

@@ -169,13 +169,6 @@ def _column(rows: Sequence[Any], kind: "pa.DataType") -> "pa.Array":
     return pa.ListArray.from_arrays(pa.array(offsets), values)
 
 
-def rows_in(path: Path) -> list[int]:
-    """The rows of the dump that have tokens."""
-    with _opened(path) as file:
-        rows: list[int] = file.read(columns=["row"])["row"].to_pylist()
-    return rows
-
-
 def read(path: Path, row: int) -> RowTokens:
     """The tokens of a row of the dump. NoTokens if they were not written; ValueError if the file is damaged or of another kind."""
     import pyarrow as pa

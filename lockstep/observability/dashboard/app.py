@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from lockstep.observability.dashboard.api.health import DOCS
 from lockstep.observability.dashboard.health_view import run_state
 from lockstep.observability.dashboard.page import APIS, POSTS, STATIC, json_bytes, plotly_script
 from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, Stream
@@ -33,8 +33,6 @@ from lockstep.utils.untrusted import JSON_ERRORS
 logger = logging.getLogger(__name__)
 
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-DOCS = Path(__file__).parents[3] / "docs"
-"""The pages that findings name, in a checkout; an installed package does not have them."""
 MOST_BODY_BYTES = 4 * 2**20
 POLL_INTERVAL_S = 1.0
 HEARTBEAT_S = 15.0

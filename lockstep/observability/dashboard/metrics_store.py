@@ -88,12 +88,6 @@ class MetricsStore:
         self._skipping = False
         self._seen: tuple[int, ...] = ()
 
-    @property
-    def steps(self) -> list[int]:
-        with self._lock:
-            self._refresh()
-            return self._steps().tolist()
-
     def names(self) -> list[str]:
         with self._lock:
             self._refresh()

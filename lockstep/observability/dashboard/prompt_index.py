@@ -66,11 +66,6 @@ class PromptIndex:
         self._worker: threading.Thread | None = None
         self._filled: Mapping[str, Mapping[int, Path]] = {}
 
-    @property
-    def is_in_memory(self) -> bool:
-        with self._connection() as database:
-            return not database.execute("PRAGMA database_list").fetchone()[2]
-
     def fill(self, listing: Listing) -> threading.Thread:
         """Read what is new, in the background; one thread at a time. Returns the last thread."""
         files = listing()

@@ -152,15 +152,6 @@ class RolloutStore:
         return files if max(files) <= last else {step: path for step, path in files.items() if step <= last}
 
 
-def zero_variance_share(store: RolloutStore, step: int | None = None) -> float | None:
-    """Share of a training step's groups whose responses all have the same score; None if there are no groups to tell it from."""
-    try:
-        groups = [group for group in store.table("train", step)[1].groups if len(group.rows) > 1]
-    except (ValueError, OSError):
-        return None
-    return sum(group.has_equal_scores for group in groups) / len(groups) if groups else None
-
-
 def _mtime(path: Path) -> int | None:
     try:
         return os.stat(path).st_mtime_ns

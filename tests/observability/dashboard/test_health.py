@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep.observability.dashboard import health_view
+from lockstep.observability.dashboard.api import health as health_api
 from lockstep.observability.dashboard.app import DashboardApp, _events_of
 from lockstep.observability.dashboard.health_view import is_alive
 from lockstep.observability.dashboard.runs import Runs
@@ -141,8 +142,15 @@ def test_pages_of_the_docs(serve: Serve, tmp_path: Path) -> None:
     url = serve(tmp_path)
     with urllib.request.urlopen(f"{url}/docs/metrics.md") as response:
         assert response.headers["content-type"].startswith("text/plain") and b"What to watch" in response.read()
+    assert get(f"{url}/api/health?run=run")["docs"] is True
     for path in ("nothing.md", "x" * 256 + ".md", "..%2Fpyproject.toml", "%2e%2e", "assets"):
         assert status_of(f"{url}/docs/{path}") == 404
+
+
+def test_docs_that_are_not_installed(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(tmp_path / "run", steps=2)
+    monkeypatch.setattr(health_api, "DOCS", tmp_path / "docs")
+    assert get(f"{serve(tmp_path)}/api/health?run=run")["docs"] is False
 
 
 def test_processes_that_exist() -> None:

@@ -68,6 +68,16 @@ def test_paths_outside_are_not_served(serve: Serve, tmp_path: Path) -> None:
         assert answer(url, f"/api/time?run={name}")[0] == 404
 
 
+def test_an_unknown_run_is_named(serve: Serve, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", steps=1)
+    url = serve(tmp_path)
+    one = "run=nosuch&kind=train&step=1&row=0&key=0123456789abcdef&group=1&text=a&query=a&place=%5B%22output%22%5D&metric=a"
+    several = "runs=%5B%22nosuch%22%5D&left=nosuch&right=nosuch"
+    for path in APIS.keys() - {"/api/runs", "/api/talk"}:
+        status, _, body = answer(url, f"{path}?{one}&{several}")
+        assert (status, json.loads(body)) == (404, {"error": "there is no run 'nosuch' (any more)"}), path
+
+
 def test_methods(serve: Serve, tmp_path: Path) -> None:
     url = serve(make_run(tmp_path / "run", steps=1))
     for path in ("/", "/static/base.js", "/api/runs", "/api/events", "/plotly.js"):

@@ -17,7 +17,7 @@ from lockstep.observability.dashboard.api import rollouts
 from lockstep.observability.dashboard.app import APIS, json_response
 from lockstep.observability.dashboard.metrics_store import MetricsStore
 from lockstep.observability.dashboard.request import ApiRequest
-from lockstep.observability.dashboard.rollout_store import RolloutStore, zero_variance_share
+from lockstep.observability.dashboard.rollout_store import RolloutStore
 from lockstep.observability.dashboard.runs import Runs
 from lockstep.observability.jsonl import json_line
 from tests.observability.dashboard.conftest import OpenPage, Serve
@@ -268,13 +268,6 @@ def test_tables_are_kept_within_limits(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(rollout_store, "KEPT_ROWS", 1)
     store.table("train", 1)
     assert len(tables) == 1
-
-
-def test_share_of_groups_without_variance(tmp_path: Path) -> None:
-    store = store_of(run_with(tmp_path / "run", *ROWS))
-    assert zero_variance_share(store, 3) == 0.5 == zero_variance_share(store)
-    assert zero_variance_share(store, 4) is None
-    assert zero_variance_share(store_of(tmp_path / "nowhere")) is None
 
 
 def test_the_same_prompt_over_the_steps(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from lockstep.observability.dashboard.health_view import run_state, view_of
@@ -13,6 +14,8 @@ from lockstep.observability.health.run_view import RunView, Series
 from lockstep.observability.numbers import number
 from lockstep.observability.status_file import read_status
 
+DOCS = Path(__file__).parents[4] / "docs"
+"""The pages that findings name, in a checkout; an installed package does not have them."""
 MOST_POINTS = 200
 CURVES = (
     ("Reward", ("critic/score/mean", "critic/rewards/mean")),
@@ -48,9 +51,14 @@ def status(request: ApiRequest) -> dict[str, Any]:
 
 
 def health(request: ApiRequest) -> dict[str, Any]:
-    run = request.run()
-    view = view_of(run)
-    return {"state": state_of(view), "curves": main_curves(view), "findings": [asdict(each) for each in findings(view)]}
+    """docs: whether /docs/ serves the pages that findings name."""
+    view = view_of(request.run())
+    return {
+        "state": state_of(view),
+        "curves": main_curves(view),
+        "findings": [asdict(each) for each in findings(view)],
+        "docs": (DOCS / "metrics.md").is_file(),
+    }
 
 
 def main_curves(view: RunView) -> list[dict[str, Any]]:
@@ -87,7 +95,7 @@ def _list(value: Any) -> list[Any]:
 def recorded(runs: Sequence[RunFolder]) -> Iterator[Recorded]:
     for run in runs:
         yield Recorded("/api/status", {"run": run.name})
-        yield Recorded("/api/health", {"run": run.name})
+        yield Recorded("/api/health", {"run": run.name}, lambda answer: answer | {"docs": False})
 
 
 ROUTES: dict[str, Api] = {"/api/status": status, "/api/health": health}

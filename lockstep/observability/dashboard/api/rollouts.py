@@ -201,6 +201,7 @@ def prompt(request: ApiRequest) -> dict[str, Any]:
     store, kind = request.run().rollouts, kind_of(request)
     key = request.text("key")
     fill_index(store)
+    num_indexed = store.index.num_steps(kind)  # before the history, which then has at least these steps
     history = store.index.history(kind, key)
     num_seen = len(history)
     every = math.ceil(num_seen / HISTORY_POINTS) or 1
@@ -215,7 +216,7 @@ def prompt(request: ApiRequest) -> dict[str, Any]:
         },
         "num_seen": num_seen,
         "num_steps": num_steps,
-        "num_indexed": min(store.index.num_steps(kind), num_steps),
+        "num_indexed": min(num_indexed, num_steps),
     }
 
 

@@ -1,7 +1,7 @@
 """The panel "Time and memory": the spans of a step, what the phases took over the run, and memory by phase beside the plan."""
 
-import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from statistics import median
@@ -15,9 +15,9 @@ from lockstep.observability.glossary import explain
 from lockstep.observability.health.process import GIB, TIMERS
 from lockstep.observability.numbers import number
 from lockstep.observability.run_folder import PLAN
+from lockstep.observability.status_file import read_json
 from lockstep.observability.timeline import Steps, drawing, parse_numbers, tracks_of
 from lockstep.utils.spans import Span, Track
-from lockstep.utils.untrusted import JSON_ERRORS
 
 MOST_ROWS = 64
 MOST_SPANS = 4000
@@ -25,7 +25,6 @@ MOST_POINTS = 400
 """Of a curve: of longer runs each point is the mean of several steps."""
 RECORDED_STEPS = 20
 """Of an exported page."""
-MOST_PLAN_BYTES = 2**20
 
 
 TIMING, STEP = "timing_s/", "timing_s/step"
@@ -214,14 +213,10 @@ def _median(metrics: MetricsStore, name: str) -> float | None:
 
 def _plan(run: RunFolder) -> tuple[dict[str, Any], str | None]:
     """What `plan.json` says, and what is wrong with it."""
-    try:
-        with open(run.folder / PLAN, "rb") as file:
-            plan = json.loads(file.read(MOST_PLAN_BYTES))
-    except FileNotFoundError:
-        return {}, None
-    except (OSError, *JSON_ERRORS) as error:
-        return {}, f"{PLAN} cannot be read: {error}"
-    return (plan, None) if isinstance(plan, dict) else ({}, f"{PLAN} is not an object")
+    path = run.folder / PLAN
+    if (plan := read_json(path)) is not None:
+        return plan, None
+    return {}, f"{PLAN} cannot be read: it is no JSON object" if os.path.exists(path) else None
 
 
 def _of_phases(table: object) -> dict[str, float]:
