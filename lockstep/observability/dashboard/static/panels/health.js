@@ -76,16 +76,17 @@
     return links.length ? el("p", {}, "Show evidence: ", ...links.flatMap((each, i) => (i ? [", ", each] : [each]))) : null;
   }
 
-  function docs(page) {
+  /** A page of the docs: a link if the server has them, as a checkout does. */
+  function docs(page, isServed) {
     const text = `docs/${page}`;
-    return window.RECORDED ? el("code", {}, text) : el("a", { href: `docs/${page}`, target: "_blank", rel: "noopener" }, text);
+    return isServed ? el("a", { href: text, target: "_blank", rel: "noopener" }, text) : el("code", {}, text);
   }
 
-  function showFindings(section, found, run) {
+  function showFindings(section, found, run, hasDocs) {
     const words = JSON.stringify(found);
     if (section.dataset.shown === words) return; // focus and selection stay
     section.dataset.shown = words;
-    const none = el("p", {}, "No problems found. ", docs("metrics.md#what-to-watch"), " says what to watch.");
+    const none = el("p", {}, "No problems found. ", docs("metrics.md#what-to-watch", hasDocs), " says what to watch.");
     section.replaceChildren(
       el("h2", {}, found.length ? `Findings (${found.length})` : "Findings"),
       found.length
@@ -100,7 +101,7 @@
                 el("p", {}, finding.text),
                 evidence(finding, run),
                 el("p", {}, el("strong", {}, "Try: "), Lockstep.prose(finding.advice)),
-                el("p", { class: "muted" }, "More: ", docs(finding.docs)),
+                el("p", { class: "muted" }, "More: ", docs(finding.docs, hasDocs)),
               ),
             ),
           )
@@ -160,9 +161,11 @@
           const health = await api("/api/health", { run });
           if (ended) return;
           showCurves(curves, health.curves, run);
-          showFindings(findings, health.findings, run);
+          showFindings(findings, health.findings, run, health.docs);
         } catch (error) {
-          if (!ended) findings.replaceChildren(problem(error));
+          if (ended) return;
+          findings.replaceChildren(problem(error));
+          delete findings.dataset.shown;
         }
       }
       function soon() {
