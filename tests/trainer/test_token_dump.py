@@ -105,7 +105,7 @@ def test_tokens_are_bounded_over_the_batches(tmp_path: Path, monkeypatch: pytest
     for number in range(3):  # 24 tokens each, 8 of the first group
         tokens.add(batch_of_turns(), [f"{4 * number}:{uid}" for uid in "aabb"])
     tokens.write(str(tmp_path), 0)
-    assert token_file.rows_in(tmp_path / "0.tokens.parquet") == [0, 1, 2, 3, 4, 5, 8, 9]
+    assert pq.read_table(tmp_path / "0.tokens.parquet")["row"].to_pylist() == [0, 1, 2, 3, 4, 5, 8, 9]
 
 
 def test_only_the_first_group_of_a_validation_is_split(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_only_the_first_group_of_a_validation_is_split(tmp_path: Path) -> None:
     for number in range(2):
         tokens.add(batch_of_turns(), [f"{4 * number}:{uid}" for uid in "aabb"])
     tokens.write(str(tmp_path), 0)
-    assert token_file.rows_in(tmp_path / "0.tokens.parquet") == [0, 1, 2, 3]
+    assert pq.read_table(tmp_path / "0.tokens.parquet")["row"].to_pylist() == [0, 1, 2, 3]
 
 
 def test_no_file_without_rows(tmp_path: Path) -> None:
