@@ -63,13 +63,13 @@ Lockstep.panel({
       }
       if (own !== asked) return; // another step was chosen meanwhile
       stepProblem.replaceChildren();
-      const anew = !shown || shown.step !== data.step || shown.num_spans !== data.spans.length || shown.ranks !== ranksInput.value;
+      const isNew = !shown || shown.step !== data.step || shown.num_spans !== data.spans.length || shown.ranks !== ranksInput.value;
       shown = { ...data, num_spans: data.spans.length, ranks: ranksInput.value };
       if (document.activeElement !== stepInput) stepInput.value = data.step;
       stepInput.max = data.last;
       earlier.disabled = data.previous === null;
       later.disabled = data.next === null;
-      if (!anew) return;
+      if (!isNew) return;
       const hidden = data.num_rows - data.tracks.length;
       note.textContent =
         "Ctrl and wheel zoom, dragging moves. Host time of each process, by its machine's clock." +
