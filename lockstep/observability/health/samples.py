@@ -1,5 +1,5 @@
-"""Whether the samples are good to train on: cut or empty responses, tools, the reward function, the rollout's log-probs, "
-"staleness."""
+"""Whether the samples are good to train on: cut or empty responses, tools, the reward function, the rollout's log-probs,
+staleness."""
 
 import statistics
 from collections.abc import Callable
@@ -142,8 +142,7 @@ def reward_function_fails(run: RunView) -> Finding | None:
 
 
 def log_probs_differ(run: RunView) -> Finding | None:
-    """Rollout and trainer disagree more and more; an asynchronous run's samples are of older policies, so that they differ "
-    "anyway."""
+    """Rollout and trainer disagree more and more. In an asynchronous run they always differ: its samples are of older policies."""
     gap = run.series("training/rollout_log_probs_gap")
     if len(gap.values) < 2 * RECENT:
         return None
