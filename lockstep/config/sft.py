@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lockstep.config.audit import SupervisedAuditConfig
 from lockstep.config.bounds import (
     Betas,
     CountOrAll,
@@ -23,6 +24,7 @@ from lockstep.config.megatron import McoreEngineConfig
 from lockstep.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.config.profiler import GlobalProfilerConfig, ProfilerConfig
 from lockstep.config.trainer import ResumeMode
+from lockstep.config.watchdog import WatchdogConfig
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,10 @@ class SupervisedTrainerConfig:
     """Serve the run as a page (docs/dashboard.md) while it trains, to browsers on the controller's machine."""
     dashboard_port: PortNumber = 8420
     """Port of that page; the next free one is used if it is taken, and 0 uses any."""
+    on_hang: Literal["warn", "stop"] = "warn"
+    """When the run is stuck, after a report of what every process does (docs/watchdog.md). warn: go on waiting; stop: end with code 3."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    audit: SupervisedAuditConfig = field(default_factory=SupervisedAuditConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Training device; auto uses GPUs if there are any."""
     seed: NonNegativeInt = 1

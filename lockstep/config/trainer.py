@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from omegaconf import II
 
+from lockstep.config.audit import AuditConfig
 from lockstep.config.bounds import (
     EveryOrNever,
     NonNegativeFloat,
@@ -15,6 +16,7 @@ from lockstep.config.bounds import (
     SaveFrequency,
     StepNumbers,
 )
+from lockstep.config.watchdog import OnHang, WatchdogConfig
 
 LOGGERS = ("console", "file", "tensorboard", "wandb", "mlflow", "swanlab")
 ResumeMode = Literal["auto", "disable", "resume_path"]
@@ -70,6 +72,11 @@ class TrainerConfig:
     """Steps to profile (docs/profiling.md); `global_profiler.tool` says how."""
     max_restarts: NonNegativeInt = 0
     """How often to restart dead workers from the last checkpoint."""
+    on_hang: OnHang = "warn"
+    """When the run is stuck, after a report of what every process does (docs/watchdog.md). warn: go on waiting; stop: end with code 3;
+    restart: from the last checkpoint, as `max_restarts` allows."""
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Training device; auto uses GPUs if there are any."""
     check_memory: bool = True

@@ -1,4 +1,8 @@
-"""AuditError, and the gap between the rollout's log-probs and the trainer's with the bound on it."""
+"""Audits: what becomes of what they find; the gap between the rollout's log-probs and the trainer's with the bound on it."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -6,11 +10,55 @@ from torch import Tensor
 from lockstep.utils.device import HostCopy
 from lockstep.utils.metrics import MaxOverRanks
 
+logger = logging.getLogger(__name__)
+
 GAP_METRIC = "training/rollout_log_probs_gap"
 
 
 class AuditError(RuntimeError):
     """A step broke an invariant; the message names it."""
+
+
+class Audits:
+    """What becomes of what the audits of this process find.
+
+    levels: audit -> off | warn | stop, the fields of `trainer.audit`; one that is missing stops.
+    """
+
+    def __init__(self, levels: Mapping[str, str]) -> None:
+        self.levels = dict(levels)
+        self._counts: Counter[str] = Counter()
+        self._new: dict[str, str] = {}
+
+    def checks(self, name: str) -> bool:
+        """Whether the audit runs."""
+        return self.levels.get(name, "stop") != "off"
+
+    def found(self, name: str, message: str) -> None:
+        """Audit `name` found something wrong: AuditError, or a finding that the controller logs (the 1st, 2nd, 4th, 8th … time)."""
+        if not self.checks(name):
+            return
+        if self.levels.get(name, "stop") == "stop":
+            raise AuditError(f"{message} (audit {name}; trainer.audit.{name}=warn goes on)")
+        self._new.setdefault(name, message)
+
+    def take_findings(self) -> dict[str, str]:
+        """What a worker found since the last call, for the controller: audit -> message."""
+        taken, self._new = self._new, {}
+        return taken
+
+    def add(self, findings: Mapping[str, str]) -> None:
+        """Those of a worker."""
+        self._new = dict(findings) | self._new
+
+    def log(self) -> dict[str, float]:
+        """On the controller, at the end of a step: warn of what was found. Returns metrics: in how many steps so far."""
+        for name, message in self.take_findings().items():
+            self._counts[name] += 1
+            if self._counts[name].bit_count() == 1:
+                times = f" (found in {self._counts[name]} steps)" if self._counts[name] > 1 else ""
+                logger.warning("audit %s: %s%s", name, message, times)
+        return {f"audit/{name}": float(count) for name, count in self._counts.items()}
 
 
 class GapBound:

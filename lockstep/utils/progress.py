@@ -5,6 +5,8 @@
     with phase("rewards"):
         count(12, 256, call_began=...)      rewards 12/256, one call running for 30 s
 
+    with waiting("tool", "search"): ...     what the process waits for outside of it: for the watchdog
+
 Reporting is a few assignments, so that inner loops can afford it; another thread may read between two of them.
 """
 
@@ -14,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,49 @@ def count(done: int, total: int, unit: str = "", call_began: float | None = None
     if phases := _threads.get(threading.get_ident()):
         current = phases[-1]
         current.done, current.total, current.unit, current.call_began = done, total, unit, call_began
+
+
+WaitKind = Literal[
+    "reward",
+    "tool",
+    "judge",
+    "interaction",
+    "environment",
+    "program",
+    "server",
+    "worker",
+    "data loader",
+    "file",
+    "queue",
+]
+
+
+@dataclass(eq=False)
+class Wait:
+    """Something outside of this thread that it waits for. name: which one, such as a function, a tool, a URL, a path."""
+
+    kind: WaitKind
+    name: str
+    began: float = field(default_factory=time.monotonic)
+
+
+_waits: set[Wait] = set()
+
+
+@contextmanager
+def waiting(kind: WaitKind, name: str) -> Iterator[None]:
+    """The block waits for something outside of this thread or coroutine."""
+    wait = Wait(kind, name)
+    _waits.add(wait)
+    try:
+        yield
+    finally:
+        _waits.discard(wait)
+
+
+def waits() -> list[Wait]:
+    """What this process waits for, longest first."""
+    return sorted(_waits.copy(), key=lambda wait: wait.began)
 
 
 def current() -> list[list[Phase]]:

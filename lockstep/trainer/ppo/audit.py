@@ -9,7 +9,7 @@ from lockstep.config.actor_rollout_ref import has_cut_log_probs
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.tokens import entries, read, row_chunks, shape_of
-from lockstep.utils.audit import AuditError, GapBound, RolloutGap
+from lockstep.utils.audit import AuditError, Audits, GapBound, RolloutGap
 from lockstep.utils.metrics import reduced_over_ranks
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,14 @@ class CutResponses:
 
 
 class StepAudit:
-    """The checks of a step that remember earlier steps. dtype: the actor's compute type."""
+    """The checks of a step that remember earlier steps.
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    audits: what becomes of what they find.
+    dtype:  the actor's compute type.
+    """
+
+    def __init__(self, audits: Audits, dtype: torch.dtype) -> None:
+        self.audits = audits
         self.gap_bound = GapBound(dtype)
         self.cut_responses = CutResponses()
         self.failed_conversations = FailedConversations()

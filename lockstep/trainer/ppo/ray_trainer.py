@@ -11,6 +11,7 @@ in this process or on many machines.
 from collections.abc import Iterator, Sized
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -55,6 +56,7 @@ from lockstep.trainer.run.interrupt import Interrupt, OnStep, StopRequested
 from lockstep.trainer.run.memory_check import with_chosen_sizes
 from lockstep.trainer.run.step_profiler import StepProfiler, profiled_roles
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
+from lockstep.utils.audit import Audits
 from lockstep.utils.progress import phase
 from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state
@@ -107,7 +109,8 @@ class PPOTrainer:
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step: the one that checkpoints save."""
         self.run = TrainingRun(config)
-        self.audit = StepAudit(compute_dtype(config, workers.device))
+        self.audits = Audits(asdict(config.trainer.audit))
+        self.audit = StepAudit(self.audits, compute_dtype(config, workers.device))
         roles = profiled_roles(config, map(str, workers.roles))
         self.profiler = StepProfiler(config, roles, self.total_training_steps, workers.device)
         self.on_step: OnStep | None = None
@@ -152,7 +155,7 @@ class PPOTrainer:
                 if can_validate and run.must_test(self.global_steps, last_step):
                     with marked_timer("testing", timing):
                         metrics |= self._validate()
-            metrics |= self._step_metrics(batch, timing)
+            metrics |= self._step_metrics(batch, timing) | self.audits.log()
             stopping = interrupt.requested and self.global_steps < last_step
             unsaved = metrics
             if stopping or run.must_save(self.global_steps, last_step):
@@ -231,7 +234,8 @@ class PPOTrainer:
             "critic": self.critic_wg if self.use_critic else None,
             "actor": self.actor_rollout_wg if updates_actor else None,
         }
-        metrics = update_models(batch, groups, self.config, self.global_steps, timing)
+        batch.meta_info["audit"] = self.audits.levels
+        metrics = update_models(batch, groups, self.config, self.global_steps, timing, self.audits)
         if updates_actor:
             self.num_updates += 1
             with marked_timer("update_weights", timing) if self.weight_sync is not None else nullcontext():

@@ -14,6 +14,7 @@ from lockstep.protocol import DataProto
 from lockstep.protocol.columns import names_of
 from lockstep.trainer.ppo import forks
 from lockstep.trainer.ppo.mini_batches import Balanced, lay_out, loss_preparation, mini_batches_of
+from lockstep.utils.audit import Audits
 from lockstep.utils.metrics import reduced_over_ranks
 from lockstep.utils.timing import marked_timer
 
@@ -69,9 +70,14 @@ def forward_passes(
 
 
 def update_models(
-    batch: DataProto, groups: Mapping[Trained, Any], config: PPOConfig, step: int, timing: dict[str, float]
+    batch: DataProto,
+    groups: Mapping[Trained, Any],
+    config: PPOConfig,
+    step: int,
+    timing: dict[str, float],
+    audits: Audits,
 ) -> dict[str, float]:
-    """The metrics of the updates. groups: the worker group of each model to update; None skips it."""
+    """The metrics of the updates. groups: the worker group of each model to update; None skips it. audits: get the findings."""
     waiting = {}
     for role, group in groups.items():
         if group is None:
@@ -82,7 +88,9 @@ def update_models(
     metrics: dict[str, float] = {}
     for role, output in waiting.items():
         with marked_timer(f"update_{role}", timing):
-            metrics |= reduced_over_ranks(output.get().meta_info["metrics"])
+            meta_info = output.get().meta_info
+            audits.add(meta_info.get("findings", {}))
+            metrics |= reduced_over_ranks(meta_info["metrics"])
     return metrics
 
 
