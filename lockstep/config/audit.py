@@ -9,7 +9,7 @@ Level = Literal["off", "warn", "stop"]
 
 @dataclass(frozen=True)
 class SupervisedAuditConfig:
-    """Audits of every training program. off: not checked; warn: logged, counted in `audit/<name>`, the batch kept; stop: the run ends."""
+    """Audits of every training program. off: not checked; warn: logged, counted in `audit/<name>`; stop: the run ends."""
 
     finite: Level = "stop"
     """Losses, gradients and what they are computed from are finite numbers."""

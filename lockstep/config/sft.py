@@ -114,7 +114,7 @@ class SupervisedTrainerConfig:
     dashboard_port: PortNumber = 8420
     """Port of that page; the next free one is used if it is taken, and 0 uses any."""
     on_hang: Literal["warn", "stop"] = "warn"
-    """When the run is stuck, after a report of what every process does (docs/watchdog.md). warn: go on waiting; stop: end with code 3."""
+    """When the run is stuck, after a report of all processes (docs/watchdog.md). warn: go on waiting; stop: end with code 3."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     audit: SupervisedAuditConfig = field(default_factory=SupervisedAuditConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"

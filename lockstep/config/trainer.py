@@ -73,8 +73,8 @@ class TrainerConfig:
     max_restarts: NonNegativeInt = 0
     """How often to restart dead workers from the last checkpoint."""
     on_hang: OnHang = "warn"
-    """When the run is stuck, after a report of what every process does (docs/watchdog.md). warn: go on waiting; stop: end with code 3;
-    restart: from the last checkpoint, as `max_restarts` allows."""
+    """When the run is stuck, after a report of what all processes do (docs/watchdog.md). warn: go on waiting; stop: end with code
+    3; restart: from the last checkpoint, as `max_restarts` allows."""
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
