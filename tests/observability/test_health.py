@@ -178,6 +178,7 @@ FAULTS: list[tuple[str, dict[str, Column], dict[str, Any]]] = [
     ("run_stopped", {}, {"status": RUNNING | {"state": "stopped", "reason": "stopped by the user"}}),
     ("run_killed", {}, {"is_alive": False, "now": 1020.0}),
     ("no_sign_of_life", {}, {"now": 1100.0}),
+    ("stalled", {}, {"status": RUNNING | {"stuck": "no progress in 'rewards' for 700 s: the reward f has not answered"}}),
     ("stalled", {}, {"status": RUNNING | {"phases": [[{"name": "generate", "began": 700.0}]]}}),
 ]  # fmt: skip
 

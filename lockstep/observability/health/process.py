@@ -118,6 +118,16 @@ def phase_is_stuck(run: RunView) -> Finding | None:
     """The phase of a living run takes far longer than ever before."""
     if state_of(run) != "running":
         return None
+    if verdict := (run.status or {}).get("stuck"):
+        return Finding(
+            "stalled",
+            "bad",
+            "The run is stuck",
+            f"The watchdog says: {str(verdict)[:1000]}.",
+            "The newest file in hangs/ of the run's folder has the stacks of all processes. trainer.on_hang=stop or restart ends "
+            "such a run by itself.",
+            "watchdog.md",
+        )
     threads = phases_of(run.status)
     validates = any(phase["name"] == "validation" for own in threads for phase in own)
     for own in threads:
@@ -142,7 +152,7 @@ def phase_is_stuck(run: RunView) -> Finding | None:
                     "Look at the log, at the workers (`ray status`, nvidia-smi) and, for rewards and tools, at the services "
                     "that they call. "
                     "`py-spy dump --pid PID` shows where a process is. trainer.max_restarts restarts dead workers.",
-                    "reliability.md",
+                    "watchdog.md",
                     (TIMERS[phase["name"]],),
                 )
     return None

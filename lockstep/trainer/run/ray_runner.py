@@ -200,7 +200,7 @@ def _run(config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None",
     try:
         outcome = runner.run.remote(config, task_runner_class, _log_format())
         folder = Path(config.trainer.default_local_dir).expanduser()
-        return _wait(outcome, console, folder, on_step and _Steps(on_step, folder))
+        return _wait(outcome, console, on_step and _Steps(on_step, folder), folder)
     finally:
         if head_answers():
             ray.kill(runner)
@@ -233,7 +233,7 @@ class _Steps:
         return stop
 
 
-def _wait(outcome: Any, console: "DriverConsole", folder: Path, steps: _Steps | None = None) -> int:
+def _wait(outcome: Any, console: "DriverConsole", steps: _Steps | None = None, folder: Path = Path()) -> int:
     """Wait for the runner's `outcome`, forward stop requests to it and its steps to the caller. folder: of the run."""
     from lockstep.single_controller.ray_backend.cluster import ray
 

@@ -1,5 +1,6 @@
 """Where a training step gets its samples from: the interface, and what asynchronous sources share."""
 
+import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.trainer.ppo.sampling import concat_scored
+from lockstep.utils import heartbeat
 from lockstep.utils.progress import phase
 from lockstep.utils.state_file import has_state, load_state, save_state
 from lockstep.utils.timing import marked_timer
@@ -25,6 +27,10 @@ from lockstep.weight_sync import WeightSync
 
 STATE = "rollouts"
 """File of a checkpoint: groups that were drawn from the data and not trained on."""
+
+
+QUEUES = ("waiting", "running", "finished")
+"""Lists of a `GroupSchedule`, whose lengths are in the watchdog's reports."""
 
 
 class RolloutSource(ABC):
@@ -104,6 +110,8 @@ class AsyncSource(RolloutSource):
             self.schedule.restore([_group_of(group, num_samples) for group in state["groups"]], step + 1)
         self.rollout = BackgroundRollout(self.sampling.sampler, self.schedule, self.journal, self.sampling.filter.keeps)
         self._last_collect = time.perf_counter()
+        for name in QUEUES:
+            heartbeat.set_gauge(f"{name} groups", functools.partial(_length, self.schedule, name))
 
     def collect(
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
@@ -146,6 +154,8 @@ class AsyncSource(RolloutSource):
         self.journal.checkpoint(step)
 
     def close(self) -> None:
+        for name in QUEUES:
+            heartbeat.set_gauge(f"{name} groups", None)
         if self.rollout is not None:
             self.rollout.close()
             self.journal.close()
@@ -169,6 +179,10 @@ class AsyncSource(RolloutSource):
         self.num_drawn += 1
         rows = range(len(batch))
         self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
+
+
+def _length(schedule: GroupSchedule, queue: str) -> int:
+    return len(getattr(schedule, queue))
 
 
 def num_groups(checkpoint: Path) -> int:
