@@ -22,6 +22,7 @@ from lockstep.data.fingerprint import changes, content_of
 from lockstep.data.rl_dataset import collate_fn as collate_samples
 from lockstep.data.sampler import AbstractCurriculumSampler, Resumable
 from lockstep.protocol import DataProto
+from lockstep.utils.progress import waiting
 from lockstep.utils.state_file import encode
 
 EpochOrder = Callable[[int], Sequence[int]]
@@ -80,13 +81,25 @@ class StatefulLoader:
             batches = iter(loader)
         finally:  # it may fail after starting processes, if a limit allows no more threads
             _PROCESSES.update(set(multiprocessing.active_children()) - others)
-        for start, batch in zip(starts, batches):
+        for start in starts:
+            with waiting("data loader", self._described(batches)):
+                batch = next(batches)
             if start == starts[-1]:
                 self.rows.end_epoch(self.num_rows - start - self.batch_size)
                 self.epoch, self.position = self.epoch + 1, 0
             else:
                 self.position = start + self.batch_size
             yield batch
+
+    def _described(self, batches: Any) -> str:
+        """What the next batch comes from: the dataset and, if there are any, the process that makes it."""
+        name = type(self.dataset).__name__
+        workers = getattr(batches, "_workers", None)
+        task = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None))
+        if not workers or not task:
+            return name
+        number = task[0]
+        return f"{name}, process {number} of {len(workers)} (pid {workers[number].pid})"
 
     def _batches(self, starts: list[int]) -> Iterator[list[int]]:
         """The row numbers of each batch, drawn only when the batch is requested."""
