@@ -119,6 +119,11 @@ class RolloutGap:
         self._sums.append(HostCopy(sums))
         self._largest.append(HostCopy(difference.max()))
 
+    def restart(self) -> None:
+        """Drop all parts: they are computed again."""
+        self._sums.clear()
+        self._largest.clear()
+
     def sums(self) -> list[float]:
         """The arguments of `metrics`, summed over this rank's parts; sum them over ranks as well."""
         if not self._sums:

@@ -43,7 +43,7 @@ from lockstep.weight_sync import WeightSyncWorker
 from lockstep.weight_sync.proof import MAX_NEW, canary_prompt
 from lockstep.workers.losses import ExpertLoad, SplitCheck, actor_loss_fn, require_finite_loss
 from lockstep.workers.rollout_batch import batch_of, recorded_routes, requests_of, sampling_params
-from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
+from lockstep.workers.updates import MetricMeans, limits_of, micro_batching, mini_batches
 
 _KEY = "actor_rollout_ref.model"
 MAX_STEPS = 8
@@ -255,6 +255,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     ) -> dict[str, torch.Tensor]:
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
         micro = micro_batching(
+            "old log-probs" if isinstance(sizes, RolloutConfig) else "reference log-probs",
             sizes.log_prob_micro_batch_size_per_gpu,
             sizes.log_prob_use_dynamic_bsz,
             sizes.log_prob_max_token_len_per_gpu,
@@ -279,7 +280,10 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         require(data, "input_ids", "responses", "response_mask", "advantages", "mini_batch")
         config, engine = self.config.actor, self.actor
         micro = micro_batching(
-            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+            "update actor",
+            config.ppo_micro_batch_size_per_gpu,
+            config.use_dynamic_bsz,
+            config.ppo_max_token_len_per_gpu,
         )
         no_pass = "old_log_probs" not in data.tensors  # which would have reported the entropy
         with_entropy = config.entropy_coeff != 0 or config.calculate_entropy or no_pass
@@ -299,6 +303,8 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                     replays = config.router_replay.mode != "disabled"
                     options["routes"] = "replay" if replays else "compare" if gap is not None else None
                 metrics = engine.forward_backward(rows, loss_fn, micro, temperature=self._temperature, **options)
+                if load is not None:
+                    load.keep()
                 require_finite_loss(metrics, "actor/pg_loss")
                 if gap is not None:
                     distance = gap.metrics(*engine.global_sum(*gap.sums()))
@@ -318,6 +324,20 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         if self.is_rollout and self.rollout.info.shares_weights:
             self.rollout.policy_version += 1
         return DataProto(meta_info={"metrics": metrics})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def limit_micro_batches(self, sizes: dict[str, int]) -> None:
+        """Use at most these sizes from now on, by config key."""
+        for limits in limits_of(*self._engines()):
+            limits.set(sizes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def lowered_micro_batches(self) -> list[tuple[str, int]]:
+        """Config keys and sizes that out of memory has lowered since the last call, in order."""
+        return [lowered for limits in limits_of(*self._engines()) for lowered in limits.take()]
+
+    def _engines(self) -> list[TrainEngine | None]:
+        return [getattr(self, "actor", None), getattr(self, "ref", None)]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str, global_step: int = 0) -> None:

@@ -20,9 +20,9 @@ from lockstep.registry import USER_FILES
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.monitor import printed_frames
 from lockstep.single_controller.futures import HangError, worker_report
-from lockstep.trainer.run.errors import is_out_of_memory
 from lockstep.trainer.run.memory_check import planned
 from lockstep.utils.audit import AuditError
+from lockstep.utils.out_of_memory import is_out_of_memory
 from lockstep.utils.untrusted import printable
 from lockstep.workers.agent_worker import NAME as AGENT_WORKER
 
