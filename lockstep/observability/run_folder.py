@@ -8,6 +8,7 @@ timeline.jsonl                `timeline.TIMELINE_FILE`
 status.json                   what the run is doing now
 plan.json                     memory and time that were planned
 rollout_journal/              what a fully asynchronous run needs to resume
+audits/step_N_<audit>/        the batch of a step in which an audit found something
 """
 
 import re
@@ -22,6 +23,8 @@ HISTORY = "configs"
 JOURNAL = "rollout_journal"
 """Folder of `trainer/ppo/rollout_sources/journal.py`."""
 JOURNAL_EVENTS = "journal.jsonl"
+AUDITS = "audits"
+"""Folder of `trainer/ppo/batch_dump.py`."""
 _START = re.compile(r"\d+_step_(\d+)\.yaml")
 
 
