@@ -10,6 +10,7 @@ restarts.jsonl                restarts within one command, and their causes
 plan.json                     memory and time that were planned
 hangs/<time>_<phase>.txt      what all processes did when the run was stuck
 rollout_journal/              what a fully asynchronous run needs to resume
+audits/step_N_<audit>/        the batch of a step in which an audit found something
 """
 
 import re
@@ -28,6 +29,8 @@ HISTORY = "configs"
 JOURNAL = "rollout_journal"
 """Folder of `trainer/ppo/rollout_sources/journal.py`."""
 JOURNAL_EVENTS = "journal.jsonl"
+AUDITS = "audits"
+"""Folder of `trainer/ppo/batch_dump.py`."""
 _START = re.compile(r"\d+_step_(\d+)\.yaml")
 
 

@@ -34,11 +34,12 @@ from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.protocol.require import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from lockstep.utils.audit import GapBound, RolloutGap
+from lockstep.utils.audit import Audits
 from lockstep.utils.checkpoint_folder import checkpoint_folder
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
+from lockstep.utils.rollout_gap import GapBound, RolloutGap
 from lockstep.weight_sync import WeightSyncWorker
 from lockstep.weight_sync.proof import MAX_NEW, canary_prompt
 from lockstep.workers.losses import ExpertLoad, SplitCheck, actor_loss_fn, require_finite_loss
@@ -293,6 +294,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         load = ExpertLoad() if config.router_aux_loss_coef else None
         has_routes = "routed_experts" in data.tensors
         gap = None if data.meta_info["rollout_gap"] == "none" else RolloutGap()
+        audits = Audits(data.meta_info.get("audit", {}))
         distance: dict[str, float] = {}
         means = MetricMeans()
         engine.onload(optimizer=True, ahead=True)
@@ -307,9 +309,10 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                     load.keep()
                 require_finite_loss(metrics, "actor/pg_loss")
                 if gap is not None:
-                    distance = gap.metrics(*engine.global_sum(*gap.sums()))
-                    if data.meta_info["rollout_gap"] == "check":
-                        self.gap_bound.check(distance)
+                    sums = engine.global_sum(*gap.sums())
+                    distance = gap.metrics(sums)
+                    if data.meta_info["rollout_gap"] == "check" and (problem := self.gap_bound.problem(sums)):
+                        audits.found("rollout_gap", problem)
                     gap = None
                 metrics["actor/grad_norm"] = engine.optimizer_step()
                 means.add(metrics)
@@ -323,7 +326,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         engine.offload()
         if self.is_rollout and self.rollout.info.shares_weights:
             self.rollout.policy_version += 1
-        return DataProto(meta_info={"metrics": metrics})
+        return DataProto(meta_info={"metrics": metrics, "findings": audits.take_findings()})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def limit_micro_batches(self, sizes: dict[str, int]) -> None:

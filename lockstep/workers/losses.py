@@ -16,7 +16,8 @@ from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.engines.train.train_engine import LossFn, TrainEngine
 from lockstep.registry import defined_at, describe
-from lockstep.utils.audit import AuditError, RolloutGap
+from lockstep.utils.audit import AuditError
+from lockstep.utils.rollout_gap import RolloutGap
 from lockstep.workers.updates import token_share
 
 

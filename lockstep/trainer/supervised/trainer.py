@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -33,7 +33,7 @@ from lockstep.trainer.run.run_config import warn_if_epochs_end_first, warn_if_on
 from lockstep.trainer.run.step_profiler import StepProfiler
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.trainer.supervised.batches import share_of, share_of_pairs
-from lockstep.utils.audit import AuditError
+from lockstep.utils.audit import AuditError, Audits
 from lockstep.utils.checkpoint_folder import checkpoint_folder
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import (
@@ -95,6 +95,7 @@ class SupervisedTrainer(ABC):
         if not data.use_dynamic_bsz:
             self.micro = MicroBatching(num_rows=num_rows and num_rows * group, group_size=group)
         self.run = TrainingRun(config)
+        self.audits = Audits(asdict(trainer.audit))
         self.global_steps = 0
         self.epoch = 0
         self.num_tokens = 0
@@ -167,7 +168,7 @@ class SupervisedTrainer(ABC):
                 with phase("update"), self._out_of_memory_in("train_batch"):
                     metrics = self.train_batch(batch)
                 self.loader_state = deepcopy(self.loader.state_dict())
-            metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"])
+            metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"]) | self.audits.log()
             if self.val_dataset is not None and run.must_test(self.global_steps, last_step):
                 with marked_timer("testing", timing), phase("validation"), self._out_of_memory_in("validate"):
                     metrics |= self.validate()
@@ -187,7 +188,10 @@ class SupervisedTrainer(ABC):
         """Batches, epoch after epoch."""
         while True:
             self.epoch = self.loader.epoch
-            yield from self.loader
+            for batch in self.loader:
+                if (problem := self.loader.ledger.take_problem()) is not None:
+                    self.audits.found("data_order", problem)
+                yield batch
 
     def train_batch(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step on a batch of all ranks."""
