@@ -57,6 +57,7 @@ from lockstep.trainer.ppo.worker_calls import (
 from lockstep.trainer.ppo.worker_groups import WorkerGroups, compute_dtype, create_sampling, create_weight_sync
 from lockstep.trainer.run.interrupt import Interrupt, OnStep, StopRequested
 from lockstep.trainer.run.memory_check import with_chosen_sizes
+from lockstep.trainer.run.observer import StepObserver
 from lockstep.trainer.run.step_profiler import StepProfiler, profiled_roles
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.utils.audit import Audits
@@ -124,6 +125,7 @@ class PPOTrainer:
         roles = profiled_roles(config, map(str, workers.roles))
         self.profiler = StepProfiler(config, roles, self.total_training_steps, workers.device)
         self.on_step: OnStep | None = None
+        self.observer = StepObserver()
 
     def fit(self, interrupt: Interrupt | None = None) -> int:
         """Train to the last step. Returns 0, or 130 if the run was stopped.
@@ -227,7 +229,9 @@ class PPOTrainer:
         chosen.meta_info["rollout_gap"] = (
             "none" if old_log_probs == "pass" else "report" if gap_is_expected else "check"
         )
+        self.observer.updating(self, chosen)
         metrics |= self._update(chosen, timing)
+        self.observer.updated(self, batch)
 
         if (folder := config.trainer.rollout_data_dir) is not None:
             with marked_timer("dump_rollouts", timing):
@@ -343,6 +347,7 @@ class PPOTrainer:
             on_error.pop_all()
         steps_per_epoch = len(self.train_dataloader or ())
         log_summary(self.config, self.workers, run.folder, self.total_training_steps, steps_per_epoch)
+        self.observer.started(self)
 
     def _load_checkpoint(self, resume_from: Path | None) -> dict[str, Any]:
         """Resume from the given checkpoint or the configured one; returns the metrics of its step."""

@@ -29,6 +29,7 @@ from lockstep.data.loader import create_dataloader
 from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
 from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.trainer.run.memory_check import with_chosen_sizes
+from lockstep.trainer.run.observer import StepObserver
 from lockstep.trainer.run.run_config import warn_if_epochs_end_first, warn_if_on_cpu
 from lockstep.trainer.run.step_profiler import StepProfiler
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
@@ -102,6 +103,7 @@ class SupervisedTrainer(ABC):
         """Tokens of all steps so far."""
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step."""
+        self.observer = StepObserver()
         role = PROGRAMS[type(config)]
         self.profiler = StepProfiler(
             config, {role: config.profiler}, self.total_training_steps, device, role=role, rank=current_rank()
@@ -146,6 +148,7 @@ class SupervisedTrainer(ABC):
         on_first_rank(lambda: run.open(self.global_steps, self.total_training_steps, metrics))
         run.push(self.profiler.start(run.folder if self.is_first_rank else None, self.global_steps))
         self._log_summary()
+        self.observer.started(self)
 
     def close(self) -> None:
         """Finish the trackers and release the run's folder."""
@@ -165,8 +168,10 @@ class SupervisedTrainer(ABC):
             with self.profiler.step(self.global_steps), marked_timer("step", timing):
                 with phase("read a batch"):
                     batch = next(batches)
+                self.observer.updating(self, batch)
                 with phase("update"), self._out_of_memory_in("train_batch"):
                     metrics = self.train_batch(batch)
+                self.observer.updated(self, batch)
                 self.loader_state = deepcopy(self.loader.state_dict())
             metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"]) | self.audits.log()
             if self.val_dataset is not None and run.must_test(self.global_steps, last_step):
