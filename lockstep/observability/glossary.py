@@ -129,6 +129,8 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "perf/total_num_tokens": "tokens of the step",
         "perf/max_memory_<allocated,reserved>_gb": "peak GPU memory since the start, in GiB",
         "perf/max_memory_allocated_gb/<phase>": "peak GPU memory of the last run of a phase",
+        "perf/out_of_memory_retries": "mini-batches and forward passes that were computed again in smaller micro-batches, and restarts for it, since the start of the run; only after the first (docs/reliability.md)",
+        "perf/micro_batch_size/<phase>": "tokens, or sequences, of a micro-batch that out of memory has lowered",
         "perf/memory_used_gb/<phase>": "GPU memory in use at its end, by all processes",
         "global_seqlen/<min,max,mean,minmax_diff>": "tokens per rank if rows were dealt out in order",
         "global_seqlen/<balanced_min,balanced_max>": "tokens per rank after balancing (`trainer.balance_batch`)",

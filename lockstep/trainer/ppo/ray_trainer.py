@@ -58,6 +58,7 @@ from lockstep.trainer.ppo.worker_groups import WorkerGroups, compute_dtype, crea
 from lockstep.trainer.run.interrupt import Interrupt, OnStep, StopRequested
 from lockstep.trainer.run.memory_check import with_chosen_sizes
 from lockstep.trainer.run.observer import StepObserver
+from lockstep.trainer.run.smaller_micro_batches import SmallerMicroBatches
 from lockstep.trainer.run.step_profiler import StepProfiler, profiled_roles
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.utils.audit import Audits
@@ -113,6 +114,7 @@ class PPOTrainer:
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step: the one that checkpoints save."""
         self.run = TrainingRun(config)
+        self.smaller = SmallerMicroBatches(config)
         self.audits = Audits(asdict(config.trainer.audit))
         self.audit = StepAudit(
             self.audits,
@@ -168,7 +170,7 @@ class PPOTrainer:
                 if can_validate and run.must_test(self.global_steps, last_step):
                     with marked_timer("testing", timing):
                         metrics |= self._validate()
-            metrics |= self._step_metrics(batch, timing) | self.audit.log()
+            metrics |= self._step_metrics(batch, timing) | self.audit.log() | self._out_of_memory_metrics()
             stopping = interrupt.requested and self.global_steps < last_step
             unsaved = metrics
             if stopping or run.must_save(self.global_steps, last_step):
@@ -270,6 +272,18 @@ class PPOTrainer:
             **compute_throughout_metrics(batch, timing, n_gpus=self.workers.count),
         }
 
+    def _out_of_memory_metrics(self) -> dict[str, float]:
+        """What the workers' engines had to lower; several ranks lower nothing by themselves (`TaskRunner`)."""
+        for group in self._computing_groups():
+            if group.world_size == 1:
+                self.smaller.note(group.lowered_micro_batches()[0])
+        return self.smaller.metrics()
+
+    def _computing_groups(self) -> list[Any]:
+        """The groups with training engines; a user's class may not be able to lower its micro-batches."""
+        groups = {id(g): g for g in (self.actor_rollout_wg, self.ref_policy_wg, self.critic_wg, self.rm_wg)}
+        return [group for group in groups.values() if hasattr(group, "lowered_micro_batches")]
+
     def _validate(self) -> dict[str, float]:
         assert self.val_reward_fn is not None
         with phase("validation"), self.source.idle():
@@ -332,6 +346,9 @@ class PPOTrainer:
         with ExitStack() as on_error:
             on_error.push(run)
             metrics = self._load_checkpoint(resume_from)
+            if self.smaller.sizes:
+                for group in self._computing_groups():
+                    group.limit_micro_batches(self.smaller.sizes)
             if self.train_dataloader is not None:
                 self.train_dataloader.check_state()
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
@@ -357,6 +374,7 @@ class PPOTrainer:
         self.global_steps, folder = found
         state = load_state(folder / TRAINER_STATE)
         self.num_updates = state.get("num_updates", max(0, self.global_steps - self.critic_warmup))
+        self.smaller.load(state)
         if self.use_critic:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"), self.num_updates)
@@ -382,7 +400,7 @@ class PPOTrainer:
             self.audit.probe.save(folder)
 
         kl = {"kl_ctrl": self.config.algorithm.kl_ctrl.type, "kl_coef": self.kl_ctrl_in_reward.value}
-        state = {"num_updates": self.num_updates, "metrics": metrics} | kl
+        state = {"num_updates": self.num_updates, "metrics": metrics} | kl | self.smaller.state()
         self.run.save(step, write, self.loader_state, state)
         self.source.saved(step)
 

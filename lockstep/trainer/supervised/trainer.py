@@ -23,14 +23,18 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.derived_defaults import PROGRAMS
+from lockstep.config.micro_batches import SUPERVISED
 from lockstep.config.sft import SupervisedConfig
 from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.data.loader import create_dataloader
 from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
+from lockstep.engines.train.micro_batch_limits import failure_of
+from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.trainer.run.memory_check import with_chosen_sizes
 from lockstep.trainer.run.observer import StepObserver
 from lockstep.trainer.run.run_config import warn_if_epochs_end_first, warn_if_on_cpu
+from lockstep.trainer.run.smaller_micro_batches import SmallerMicroBatches
 from lockstep.trainer.run.step_profiler import StepProfiler
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.trainer.supervised.batches import share_of, share_of_pairs
@@ -92,9 +96,11 @@ class SupervisedTrainer(ABC):
         )
         self.total_training_steps = num_training_steps(config, len(self.loader))
         group, num_rows = self.sequences_per_row, data.micro_batch_size_per_gpu
-        self.micro = MicroBatching(max_tokens=data.max_token_len_per_gpu, group_size=group)
+        keys = SUPERVISED["update"]
+        self.micro = MicroBatching(max_tokens=data.max_token_len_per_gpu, group_size=group, key=keys.tokens)
         if not data.use_dynamic_bsz:
-            self.micro = MicroBatching(num_rows=num_rows and num_rows * group, group_size=group)
+            self.micro = MicroBatching(num_rows=num_rows and num_rows * group, group_size=group, key=keys.rows)
+        self.smaller = SmallerMicroBatches(config)
         self.run = TrainingRun(config)
         self.audits = Audits(asdict(trainer.audit))
         self.global_steps = 0
@@ -178,6 +184,7 @@ class SupervisedTrainer(ABC):
                 with marked_timer("testing", timing), phase("validation"), self._out_of_memory_in("validate"):
                     metrics |= self.validate()
                 metrics["timing_s/testing"] = timing["testing"]
+            metrics |= self._out_of_memory_metrics()
             stopping = not least_of_ranks(int(not interrupt.requested)) and self.global_steps < last_step
             if stopping or run.must_save(self.global_steps, last_step):
                 with marked_timer("save_checkpoint", timing):
@@ -243,9 +250,16 @@ class SupervisedTrainer(ABC):
         """Name the method in an error, for the advice of `failures`."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            error.add_note(f"raised in rank {current_rank()} by {type(self).__name__}.{method}")
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or failure_of(error) is not None:
+                error.add_note(f"raised in rank {current_rank()} by {type(self).__name__}.{method}")
             raise
+
+    def _out_of_memory_metrics(self) -> dict[str, float]:
+        """What the engine had to lower."""
+        if isinstance(self.engine, TokenEngine):
+            self.smaller.note(self.engine.limits.take())
+        return self.smaller.metrics()
 
     def _step_metrics(self, num_tokens: int, seconds: float) -> dict[str, Any]:
         return {
@@ -264,6 +278,9 @@ class SupervisedTrainer(ABC):
         state = load_state(folder / TRAINER_STATE)
         self.global_steps, self.num_tokens = step, state["num_tokens"]
         self.run.last_checkpoint = folder  # on every rank, for messages
+        self.smaller.load(state)
+        if isinstance(self.engine, TokenEngine):
+            self.engine.limits.set(self.smaller.sizes)
         metrics: dict[str, Any] = state["metrics"]
         return metrics
 
@@ -298,5 +315,5 @@ class SupervisedTrainer(ABC):
         if not self.is_first_rank:  # which creates the folder and commits it
             write(None)
             return
-        state = {"num_tokens": self.num_tokens, "metrics": metrics}
+        state = {"num_tokens": self.num_tokens, "metrics": metrics} | self.smaller.state()
         self.run.save(self.global_steps, write, self.loader_state, state)
