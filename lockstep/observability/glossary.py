@@ -130,6 +130,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "perf/max_memory_<allocated,reserved>_gb": "peak GPU memory since the start, in GiB",
         "perf/max_memory_allocated_gb/<phase>": "peak GPU memory of the last run of a phase",
         "perf/memory_used_gb/<phase>": "GPU memory in use at its end, by all processes",
+        "perf/rollout_limit/<max_num_seqs,max_num_batched_tokens,kv_blocks>": "what the rollout does at once since generation ran out of memory (docs/reliability.md); absent if it did not",
         "global_seqlen/<min,max,mean,minmax_diff>": "tokens per rank if rows were dealt out in order",
         "global_seqlen/<balanced_min,balanced_max>": "tokens per rank after balancing (`trainer.balance_batch`)",
     },
