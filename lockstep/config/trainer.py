@@ -71,7 +71,8 @@ class TrainerConfig:
     profile_steps: StepNumbers = field(default_factory=list)
     """Steps to profile (docs/profiling.md); `global_profiler.tool` says how."""
     max_restarts: NonNegativeInt = 0
-    """How often to restart dead workers from the last checkpoint."""
+    """How often to restart dead workers from the last checkpoint, within the same command: 1, 5, 30, then 60 seconds after a
+    failure if there is no new checkpoint in between, else 1 (docs/reliability.md)."""
     on_hang: OnHang = "warn"
     """When the run is stuck, after a report of what all processes do (docs/watchdog.md). warn: go on waiting; stop: end with code
     3; restart: from the last checkpoint, as `max_restarts` allows."""

@@ -137,6 +137,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
     "Progress": {
         "training/global_step": "number of the step",
         "training/epoch": "passes over the training rows, from 0",
+        "training/restarts": "restarts of the workers in this command so far (docs/reliability.md); absent before the first",
     },
 }
 

@@ -34,16 +34,17 @@ from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.protocol.require import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from lockstep.utils.audit import GapBound, RolloutGap
+from lockstep.utils.audit import Audits
 from lockstep.utils.checkpoint_folder import checkpoint_folder
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
+from lockstep.utils.rollout_gap import GapBound, RolloutGap
 from lockstep.weight_sync import WeightSyncWorker
 from lockstep.weight_sync.proof import MAX_NEW, canary_prompt
 from lockstep.workers.losses import ExpertLoad, SplitCheck, actor_loss_fn, require_finite_loss
 from lockstep.workers.rollout_batch import batch_of, recorded_routes, requests_of, sampling_params
-from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
+from lockstep.workers.updates import MetricMeans, limits_of, micro_batching, mini_batches
 
 _KEY = "actor_rollout_ref.model"
 MAX_STEPS = 8
@@ -255,6 +256,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     ) -> dict[str, torch.Tensor]:
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
         micro = micro_batching(
+            "old log-probs" if isinstance(sizes, RolloutConfig) else "reference log-probs",
             sizes.log_prob_micro_batch_size_per_gpu,
             sizes.log_prob_use_dynamic_bsz,
             sizes.log_prob_max_token_len_per_gpu,
@@ -279,7 +281,10 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         require(data, "input_ids", "responses", "response_mask", "advantages", "mini_batch")
         config, engine = self.config.actor, self.actor
         micro = micro_batching(
-            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+            "update actor",
+            config.ppo_micro_batch_size_per_gpu,
+            config.use_dynamic_bsz,
+            config.ppo_max_token_len_per_gpu,
         )
         no_pass = "old_log_probs" not in data.tensors  # which would have reported the entropy
         with_entropy = config.entropy_coeff != 0 or config.calculate_entropy or no_pass
@@ -289,6 +294,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         load = ExpertLoad() if config.router_aux_loss_coef else None
         has_routes = "routed_experts" in data.tensors
         gap = None if data.meta_info["rollout_gap"] == "none" else RolloutGap()
+        audits = Audits(data.meta_info.get("audit", {}))
         distance: dict[str, float] = {}
         means = MetricMeans()
         engine.onload(optimizer=True, ahead=True)
@@ -299,11 +305,14 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                     replays = config.router_replay.mode != "disabled"
                     options["routes"] = "replay" if replays else "compare" if gap is not None else None
                 metrics = engine.forward_backward(rows, loss_fn, micro, temperature=self._temperature, **options)
+                if load is not None:
+                    load.keep()
                 require_finite_loss(metrics, "actor/pg_loss")
                 if gap is not None:
-                    distance = gap.metrics(*engine.global_sum(*gap.sums()))
-                    if data.meta_info["rollout_gap"] == "check":
-                        self.gap_bound.check(distance)
+                    sums = engine.global_sum(*gap.sums())
+                    distance = gap.metrics(sums)
+                    if data.meta_info["rollout_gap"] == "check" and (problem := self.gap_bound.problem(sums)):
+                        audits.found("rollout_gap", problem)
                     gap = None
                 metrics["actor/grad_norm"] = engine.optimizer_step()
                 means.add(metrics)
@@ -319,7 +328,21 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         engine.offload()
         if self.is_rollout and self.rollout.info.shares_weights:
             self.rollout.policy_version += 1
-        return DataProto(meta_info={"metrics": metrics})
+        return DataProto(meta_info={"metrics": metrics, "findings": audits.take_findings()})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def limit_micro_batches(self, sizes: dict[str, int]) -> None:
+        """Use at most these sizes from now on, by config key."""
+        for limits in limits_of(*self._engines()):
+            limits.set(sizes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def lowered_micro_batches(self) -> list[tuple[str, int]]:
+        """Config keys and sizes that out of memory has lowered since the last call, in order."""
+        return [lowered for limits in limits_of(*self._engines()) for lowered in limits.take()]
+
+    def _engines(self) -> list[TrainEngine | None]:
+        return [getattr(self, "actor", None), getattr(self, "ref", None)]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str, global_step: int = 0) -> None:

@@ -29,7 +29,8 @@ from lockstep.data.loader import create_train_loader
 from lockstep.protocol import DataProto
 from lockstep.single_controller import Role
 from lockstep.trainer.ppo import forks
-from lockstep.trainer.ppo.audit import StepAudit, check_policy_version, is_gap_expected, max_staleness, rollout_gap
+from lockstep.trainer.ppo.audit import StepAudit, is_gap_expected, max_staleness
+from lockstep.trainer.ppo.data_order import DrawnPrompts
 from lockstep.trainer.ppo.metrics import (
     compute_balance_metrics,
     compute_data_metrics,
@@ -37,7 +38,9 @@ from lockstep.trainer.ppo.metrics import (
     compute_throughout_metrics,
     compute_timing_metrics,
 )
+from lockstep.trainer.ppo.reward_probe import RewardProbe
 from lockstep.trainer.ppo.rollout_sources import create_source
+from lockstep.trainer.ppo.round_trip import RoundTrip
 from lockstep.trainer.ppo.run_summary import log_summary
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.step_advantages import add_advantages, check_estimator
@@ -54,6 +57,7 @@ from lockstep.trainer.ppo.worker_calls import (
 from lockstep.trainer.ppo.worker_groups import WorkerGroups, compute_dtype, create_sampling, create_weight_sync
 from lockstep.trainer.run.interrupt import Interrupt, OnStep, StopRequested
 from lockstep.trainer.run.memory_check import with_chosen_sizes
+from lockstep.trainer.run.observer import StepObserver
 from lockstep.trainer.run.step_profiler import StepProfiler, profiled_roles
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.utils.audit import Audits
@@ -110,10 +114,18 @@ class PPOTrainer:
         """State of the data loader after the last complete step: the one that checkpoints save."""
         self.run = TrainingRun(config)
         self.audits = Audits(asdict(config.trainer.audit))
-        self.audit = StepAudit(self.audits, compute_dtype(config, workers.device))
+        self.audit = StepAudit(
+            self.audits,
+            compute_dtype(config, workers.device),
+            self.run.folder,
+            DrawnPrompts(config, self.train_dataloader),
+            RoundTrip(config, tokenizer, workers.agents, train_dataset),
+            RewardProbe(config, reward_fn),
+        )
         roles = profiled_roles(config, map(str, workers.roles))
         self.profiler = StepProfiler(config, roles, self.total_training_steps, workers.device)
         self.on_step: OnStep | None = None
+        self.observer = StepObserver()
 
     def fit(self, interrupt: Interrupt | None = None) -> int:
         """Train to the last step. Returns 0, or 130 if the run was stopped.
@@ -147,7 +159,8 @@ class PPOTrainer:
                 try:
                     if interrupt.requested:
                         raise StopRequested
-                    batch, metrics = self._train_step(prompts, timing)
+                    with self.audit.step(self.global_steps, self.num_updates, run.last_checkpoint):
+                        batch, metrics = self._train_step(prompts, timing)
                 except StopRequested:
                     return self._stopped_mid_step(unsaved, interrupt)
                 self.train_dataloader.on_batch_end(forks.conversations(batch))
@@ -155,7 +168,7 @@ class PPOTrainer:
                 if can_validate and run.must_test(self.global_steps, last_step):
                     with marked_timer("testing", timing):
                         metrics |= self._validate()
-            metrics |= self._step_metrics(batch, timing) | self.audits.log()
+            metrics |= self._step_metrics(batch, timing) | self.audit.log()
             stopping = interrupt.requested and self.global_steps < last_step
             unsaved = metrics
             if stopping or run.must_save(self.global_steps, last_step):
@@ -173,7 +186,9 @@ class PPOTrainer:
         while True:
             self.epoch = self.train_dataloader.epoch
             for batch_dict in self.train_dataloader:
-                yield DataProto.from_single_dict(batch_dict)
+                batch = DataProto.from_single_dict(batch_dict)
+                self.audit.prompts.draw(self.audits, batch)
+                yield batch
                 if interrupt.requested:
                     raise StopRequested
 
@@ -184,9 +199,9 @@ class PPOTrainer:
 
         # 1. and 2. generate and reward
         batch, sampling_metrics = self.source.collect(prompts, step=self.global_steps, timing=timing)
-        self.audit.note_samples(batch)
+        self.audit.check_samples(batch)
         batch = forks.add_rows(batch, config.actor_rollout_ref.rollout, self.tokenizer.pad_token_id)
-        check_policy_version(batch, self.num_updates, max_staleness(config))
+        self.audit.check_versions(batch, self.num_updates, max_staleness(config))
         metrics |= sampling_metrics | compute_balance_metrics(batch, self.actor_rollout_wg.mesh("actor").dp_size)
 
         # 3. and 4. log-probs of policy and reference, and values; concurrent if their workers are separate
@@ -202,7 +217,7 @@ class PPOTrainer:
         gap_is_expected = is_gap_expected(config)
         if old_log_probs == "pass":
             metrics |= compute_entropy_metrics(batch, config.actor_rollout_ref.actor.loss_agg_mode)
-            metrics |= rollout_gap(batch, self.audit.gap_bound, is_expected=gap_is_expected)
+            metrics |= self.audit.check_gap(batch, is_expected=gap_is_expected)
 
         # 5. advantages, on the controller
         with marked_timer("adv", timing):
@@ -214,7 +229,9 @@ class PPOTrainer:
         chosen.meta_info["rollout_gap"] = (
             "none" if old_log_probs == "pass" else "report" if gap_is_expected else "check"
         )
+        self.observer.updating(self, chosen)
         metrics |= self._update(chosen, timing)
+        self.observer.updated(self, batch)
 
         if (folder := config.trainer.rollout_data_dir) is not None:
             with marked_timer("dump_rollouts", timing):
@@ -323,12 +340,14 @@ class PPOTrainer:
             if run.trains:
                 run.callback(self.source.close)
                 self.source.start(run.folder, self.global_steps, self.num_updates, run.last_checkpoint)
+                self.audit.prompts.start(self.source)
             run.open(self.global_steps, self.total_training_steps, metrics)
             timeline_dir = run.folder if run.trains else None
             run.push(self.profiler.start(timeline_dir, self.global_steps, self.workers.processes))
             on_error.pop_all()
         steps_per_epoch = len(self.train_dataloader or ())
         log_summary(self.config, self.workers, run.folder, self.total_training_steps, steps_per_epoch)
+        self.observer.started(self)
 
     def _load_checkpoint(self, resume_from: Path | None) -> dict[str, Any]:
         """Resume from the given checkpoint or the configured one; returns the metrics of its step."""
@@ -345,6 +364,7 @@ class PPOTrainer:
             self.train_dataloader.load_state_dict(load_state(folder / LOADER_STATE))
         if state.get("kl_ctrl", "adaptive") == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl_in_reward.value = state["kl_coef"]
+        self.audit.probe.load(folder)
         metrics: dict[str, Any] = state["metrics"]
         return metrics
 
@@ -359,6 +379,7 @@ class PPOTrainer:
             for name, group in groups.items():
                 group.save_checkpoint(str(folder / name), step)
             self.source.save(folder)
+            self.audit.probe.save(folder)
 
         kl = {"kl_ctrl": self.config.algorithm.kl_ctrl.type, "kl_coef": self.kl_ctrl_in_reward.value}
         state = {"num_updates": self.num_updates, "metrics": metrics} | kl

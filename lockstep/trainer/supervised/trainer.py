@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -29,11 +29,12 @@ from lockstep.data.loader import create_dataloader
 from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
 from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.trainer.run.memory_check import with_chosen_sizes
+from lockstep.trainer.run.observer import StepObserver
 from lockstep.trainer.run.run_config import warn_if_epochs_end_first, warn_if_on_cpu
 from lockstep.trainer.run.step_profiler import StepProfiler
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.trainer.supervised.batches import share_of, share_of_pairs
-from lockstep.utils.audit import AuditError
+from lockstep.utils.audit import AuditError, Audits
 from lockstep.utils.checkpoint_folder import checkpoint_folder
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import (
@@ -95,12 +96,14 @@ class SupervisedTrainer(ABC):
         if not data.use_dynamic_bsz:
             self.micro = MicroBatching(num_rows=num_rows and num_rows * group, group_size=group)
         self.run = TrainingRun(config)
+        self.audits = Audits(asdict(trainer.audit))
         self.global_steps = 0
         self.epoch = 0
         self.num_tokens = 0
         """Tokens of all steps so far."""
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step."""
+        self.observer = StepObserver()
         role = PROGRAMS[type(config)]
         self.profiler = StepProfiler(
             config, {role: config.profiler}, self.total_training_steps, device, role=role, rank=current_rank()
@@ -145,6 +148,7 @@ class SupervisedTrainer(ABC):
         on_first_rank(lambda: run.open(self.global_steps, self.total_training_steps, metrics))
         run.push(self.profiler.start(run.folder if self.is_first_rank else None, self.global_steps))
         self._log_summary()
+        self.observer.started(self)
 
     def close(self) -> None:
         """Finish the trackers and release the run's folder."""
@@ -162,10 +166,14 @@ class SupervisedTrainer(ABC):
             self.global_steps += 1
             timing: dict[str, float] = {}
             with self.profiler.step(self.global_steps), marked_timer("step", timing):
-                with self._out_of_memory_in("train_batch"):
-                    metrics = self.train_batch(next(batches))
+                with phase("read a batch"):
+                    batch = next(batches)
+                self.observer.updating(self, batch)
+                with phase("update"), self._out_of_memory_in("train_batch"):
+                    metrics = self.train_batch(batch)
+                self.observer.updated(self, batch)
                 self.loader_state = deepcopy(self.loader.state_dict())
-            metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"])
+            metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"]) | self.audits.log()
             if self.val_dataset is not None and run.must_test(self.global_steps, last_step):
                 with marked_timer("testing", timing), phase("validation"), self._out_of_memory_in("validate"):
                     metrics |= self.validate()
@@ -185,7 +193,10 @@ class SupervisedTrainer(ABC):
         """Batches, epoch after epoch."""
         while True:
             self.epoch = self.loader.epoch
-            yield from self.loader
+            for batch in self.loader:
+                if (problem := self.loader.ledger.take_problem()) is not None:
+                    self.audits.found("data_order", problem)
+                yield batch
 
     def train_batch(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step on a batch of all ranks."""

@@ -20,6 +20,7 @@ from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupId, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
+from lockstep.utils.progress import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +102,8 @@ class BackgroundRollout:
             self._loop.close()
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        with waiting("queue", f"rollout thread, {coroutine.__name__.strip('_')}"):
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _add(self, groups: list[Group]) -> None:
         self.schedule.waiting.extend(groups)

@@ -52,6 +52,15 @@ class RolloutSource(ABC):
         """Inside, the rollout has the actor's weights and generates nothing: others may use it."""
         return nullcontext()
 
+    def pending(self) -> list[DataProto]:
+        """Prompts that were drawn and that no step has trained on yet."""
+        return []
+
+    @property
+    def num_dropped(self) -> int:
+        """Prompts that were dropped on purpose since the start."""
+        return 0
+
     def save(self, folder: Path) -> None:  # noqa: B027
         """Write the state into the folder of a checkpoint."""
 
@@ -131,6 +140,13 @@ class AsyncSource(RolloutSource):
     def update_weights(self, policy_version: int) -> dict[str, float]:
         self.policy_version = policy_version
         return super().update_weights(policy_version)
+
+    def pending(self) -> list[DataProto]:
+        return [group.prompt for group in self._rollout.groups()]
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self._rollout.num_dropped.values())
 
     def save(self, folder: Path) -> None:
         self.journal.sync()
