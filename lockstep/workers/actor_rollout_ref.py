@@ -317,6 +317,8 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                 metrics["actor/grad_norm"] = engine.optimizer_step()
                 means.add(metrics)
         metrics = means.result() | distance | {"actor/lr": engine.learning_rate} | self.memory.metrics()
+        if self.is_rollout:
+            metrics |= self.rollout.lowered_limits()
         if load is not None:
             metrics |= load.metrics(engine)
         if config.use_kl_loss:
