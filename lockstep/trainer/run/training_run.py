@@ -202,8 +202,9 @@ class TrainingRun(ExitStack):
         trainer = self.config.trainer
         return RemoteCopies(store, self.folder, self.checkpoints.keep, trainer.hdfs_wait_s)
 
-    def open(self, step: int, num_steps: int, metrics: dict[str, Any]) -> None:
-        """Save the config and open the trackers. metrics: those of `step`, logged if the process died before it did so."""
+    def open(self, step: int, num_steps: int, metrics: dict[str, Any] | None) -> None:
+        """Save the config and open the trackers. metrics: those of `step`, logged if the process died before it did so; None if the
+        trainer does that."""
         config = self.config.trainer
         if self._status is not None:
             self._status.resume(step, num_steps)
@@ -228,7 +229,7 @@ class TrainingRun(ExitStack):
             write_plan(self.config, self.folder)
             if config.dashboard:
                 self.enter_context(DashboardChild(self.folder, config.dashboard_port))
-        if (self.tracking.last_step or 0) < step:
+        if metrics is not None and (self.tracking.last_step or 0) < step:
             self.tracking.log(data=metrics, step=step)
         resumed = self.last_checkpoint
         if self._copies is not None and resumed is not None and resumed.parent == self.checkpoints.root:
