@@ -7,6 +7,7 @@ metrics.jsonl                 `jsonl.METRICS_FILE`
 timeline.jsonl                `timeline.TIMELINE_FILE`
 status.json                   what the run is doing now
 plan.json                     memory and time that were planned
+hangs/<time>_<phase>.txt      what all processes did when the run was stuck
 rollout_journal/              what a fully asynchronous run needs to resume
 """
 
@@ -18,6 +19,8 @@ STATUS = "status.json"
 """Written by `status_file.py`."""
 PLAN = "plan.json"
 """Written by `trainer/run/memory_check.py`."""
+HANGS = "hangs"
+"""Folder of the reports of `watchdog/`."""
 HISTORY = "configs"
 JOURNAL = "rollout_journal"
 """Folder of `trainer/ppo/rollout_sources/journal.py`."""

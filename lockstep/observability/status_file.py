@@ -1,7 +1,8 @@
 """`status.json` in a run's folder: what the run is doing now, written by a thread of its controller. Format: docs/run_folder.md.
 
     phases of utils/progress.py ─┐
-    steps that are logged       ─┼─► StatusFile ─► status.json ─► read_status
+    steps that are logged       ─┤
+    heartbeats of workers       ─┼─► StatusFile ─► status.json ─► read_status
     how the run ended           ─┘
 
 The file is replaced at most once per second, if something has changed, and at least every `HEARTBEAT_S` while the run lives. What
@@ -14,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -45,6 +46,9 @@ class StatusFile:
     step: the last one that was logged. total_steps: of the whole run; None if it is not known yet.
     """
 
+    watch: Callable[[], dict[str, Any]] | None = None
+    """The watchdog's part of the status."""
+
     def __init__(self, folder: Path, step: int, total_steps: int | None) -> None:
         self._path = folder / STATUS
         self._head = {"pid": os.getpid(), "host": socket.gethostname(), "started": round(time.time(), 3)}
@@ -73,6 +77,12 @@ class StatusFile:
     def ended(self, state: State, reason: str | None = None) -> None:
         """How the run ends; written when the context is left, so that a finished run has also closed everything inside."""
         self._end = state, reason
+
+    def abandon(self, reason: str) -> None:
+        """The process ends now, without leaving the context: write that the run has failed."""
+        self._state, self._reason = "failed", " ".join(reason.split())[:REASON_CHARS]
+        self._is_over.set()
+        self._write(self._status())
 
     def __enter__(self) -> "StatusFile":
         try:
@@ -156,7 +166,8 @@ class StatusFile:
         left = self._left_s if status["state"] == "running" else None
         if left is not None:
             left = round(max(0.0, left - (time.monotonic() - self._logged_at)), 1)
-        text = json.dumps(status | {"time": round(time.time(), 3), "seconds_left": left}, ensure_ascii=True)
+        watched = self.watch() if self.watch is not None else {"workers": [], "stuck": None}
+        text = json.dumps(status | watched | {"time": round(time.time(), 3), "seconds_left": left}, ensure_ascii=True)
         atomic_write_bytes(self._path, text.encode() + b"\n", sync=False)
 
 

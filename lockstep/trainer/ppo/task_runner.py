@@ -24,12 +24,13 @@ from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.sampler import create_rl_sampler
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.rewards.managers import RewardFn, check_scorers, load_reward_manager
-from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
+from lockstep.single_controller import LOCAL, Backend, HangError, ResourcePoolManager, Role, Worker, WorkerDiedError
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.run_agents import agents_for
 from lockstep.trainer.ppo.worker_groups import WorkerGroups
 from lockstep.trainer.run.errors import RunError, raise_as_run_error
 from lockstep.trainer.run.failures import cause_of, how_to_resume
+from lockstep.trainer.run.hang_exit import EXIT_CODE
 from lockstep.trainer.run.inputs import tokenizer_arguments
 from lockstep.trainer.run.interrupt import Interrupt, OnStep
 from lockstep.trainer.run.step_profiler import nsys_environment
@@ -163,7 +164,7 @@ class TaskRunner:
                 failure, cause = error, "a dead machine was not replaced"  # the config was valid before
             except WorkerDiedError as error:
                 failure, cause = error, str(error)
-                if left:
+                if left and (not isinstance(error, HangError) or error.may_restart):
                     sys.stderr.write(printable(f"error: {cause}\n"))
                     begin = self.last_checkpoint or "the start of the run"
                     logger.warning("restarting the workers from %s (%d restarts left)", begin, left - 1)
@@ -172,10 +173,11 @@ class TaskRunner:
             except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
                 failure, cause = error, cause_of(error, self.config or config)
             break
+        exit_code = EXIT_CODE if isinstance(failure, HangError) else 1
         if not self.has_begun:
-            raise RunError(f"{cause.rstrip('.')}; the run did not start") from failure
+            raise RunError(f"{cause.rstrip('.')}; the run did not start", exit_code) from failure
         resume = how_to_resume(config, self.last_checkpoint)
-        raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}") from failure
+        raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}", exit_code) from failure
 
     def _run_once(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
         seed_everything(config.trainer.seed)
@@ -189,6 +191,7 @@ class TaskRunner:
                 if self.last_checkpoint is None and trainer.run.is_finished(trainer.total_training_steps):
                     return 0
                 closing.push(trainer.run)
+                trainer.run.on_forced_end = self.on_end
                 trainer.run.lock(trainer.total_training_steps)
                 logger.info("loading models: %s", _models(config, self.role_worker_mapping))
                 with phase("load models"):

@@ -162,8 +162,10 @@ class SupervisedTrainer(ABC):
             self.global_steps += 1
             timing: dict[str, float] = {}
             with self.profiler.step(self.global_steps), marked_timer("step", timing):
-                with self._out_of_memory_in("train_batch"):
-                    metrics = self.train_batch(next(batches))
+                with phase("read a batch"):
+                    batch = next(batches)
+                with phase("update"), self._out_of_memory_in("train_batch"):
+                    metrics = self.train_batch(batch)
                 self.loader_state = deepcopy(self.loader.state_dict())
             metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"])
             if self.val_dataset is not None and run.must_test(self.global_steps, last_step):
