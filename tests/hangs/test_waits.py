@@ -20,7 +20,7 @@ from lockstep.engines.rollout.server.http import Connection
 from lockstep.observability.jsonl import JsonlFile
 from lockstep.registry import load_object
 from lockstep.rewards.calls import make_caller
-from lockstep.rewards.model_judge import JudgeFunction
+from lockstep.rewards.model_judge import Judge
 from lockstep.rewards.rate_limit import RateLimiter, RateLimits
 from lockstep.utils.files import atomic_writer
 from lockstep.utils.progress import Wait, waits
@@ -94,7 +94,7 @@ def test_a_judge_by_its_url_and_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with serve(answer) as server:
         config = JudgeConfig(enable=True, base_url=server.url, model="critic-9b")
-        judge = JudgeFunction(config, RateLimiter(RateLimits()))
+        judge = Judge(config, RateLimiter(RateLimits()))
         make_caller(judge)([ROW])
     assert names(seen) == {("judge", f"{server.url}/chat/completions (critic-9b)")}
 
