@@ -64,6 +64,7 @@ from lockstep.trainer.run.step_profiler import StepProfiler, profiled_roles
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.utils import step_stop
 from lockstep.utils.audit import Audits
+from lockstep.utils.main_thread import taking_calls
 from lockstep.utils.progress import phase
 from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state
@@ -140,7 +141,7 @@ class PPOTrainer:
         """
         if not self.run.is_open:
             self.start()
-        with self.run, interrupt or Interrupt(self.config.trainer.preemption_grace_s) as entered:
+        with self.run, interrupt or Interrupt(self.config.trainer.preemption_grace_s) as entered, taking_calls():
             if entered.grace_s is not None:
                 entered.patience = Patience(entered.grace_s)
             return self._loop(entered)

@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -387,7 +386,5 @@ class ForwardedInterrupt(Interrupt):
         self._on_enter = on_enter
 
     def __enter__(self) -> "ForwardedInterrupt":
-        if threading.current_thread() is threading.main_thread():
-            self._install_discard()
         self._on_enter()
         return self
