@@ -126,6 +126,7 @@ class Reporters:
 
     def _dump(self, reporter: Reporter, silent_s: float, found: dict[Reporter, Dump]) -> None:
         is_silent = time.monotonic() - reporter.heard > silent_s
+        is_silent |= reporter.is_here and heartbeat.is_stopped(reporter.state.pid)
         answer = {} if is_silent else reporter.ask({"request": heartbeat.DUMP}, DUMP_TIMEOUT_S)
         answers = "stacks" in answer
         if not answers:
