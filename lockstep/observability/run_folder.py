@@ -6,6 +6,7 @@ global_step_N/config.yaml     the config that step N was trained with
 metrics.jsonl                 `jsonl.METRICS_FILE`
 timeline.jsonl                `timeline.TIMELINE_FILE`
 status.json                   what the run is doing now
+restarts.jsonl                restarts within one command, and their causes
 plan.json                     memory and time that were planned
 rollout_journal/              what a fully asynchronous run needs to resume
 """
@@ -16,6 +17,8 @@ from pathlib import Path
 CONFIG = "config.yaml"
 STATUS = "status.json"
 """Written by `status_file.py`."""
+RESTARTS = "restarts.jsonl"
+"""Written by `trainer/run/restarts.py`."""
 PLAN = "plan.json"
 """Written by `trainer/run/memory_check.py`."""
 HISTORY = "configs"

@@ -34,6 +34,7 @@ from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.protocol.require import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from lockstep.utils import step_stop
 from lockstep.utils.audit import GapBound, RolloutGap
 from lockstep.utils.checkpoint_folder import checkpoint_folder
 from lockstep.utils.device import memory_peaks
@@ -157,6 +158,11 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                 yield
             if self.config.rollout.free_cache_engine and not stay_awake:
                 self.rollout.sleep()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def listen_for_stop(self, address: tuple[str, int]) -> None:
+        """End the generation of a batch early when the controller calls (`StopLine`)."""
+        step_stop.listen(address)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_generation(self) -> None:

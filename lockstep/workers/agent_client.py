@@ -114,7 +114,11 @@ class _Link:
 
 
 class AgentClient:
-    """Holds conversations as `Agents` does, in `config.agent.num_workers` processes. config: that of the rollout."""
+    """Holds conversations as `Agents` does, in `config.agent.num_workers` processes.
+
+    config:       that of the rollout.
+    num_replaced: workers that died and were replaced.
+    """
 
     def __init__(self, config: RolloutConfig, start: Start) -> None:
         self.config = config
@@ -124,6 +128,7 @@ class AgentClient:
         """Held while workers are replaced or get a conversation."""
         self._failure: Exception | None = None
         self._is_closed = False
+        self.num_replaced = 0
         self._links = [self._link(number) for number in range(config.agent.num_workers)]
 
     def wait_ready(self) -> None:
@@ -151,9 +156,12 @@ class AgentClient:
                 link.held[begin.id] = held
             try:
                 return await self._hold(link, held, begin, generate)
-            except WorkerDiedError:
-                if is_last or link in self._links:  # in the list: the policy's worker died, or this client failed
+            except WorkerDiedError as error:
+                if link in self._links:  # the policy's worker died, or this client failed
                     raise
+                if is_last:
+                    cause = f"a conversation lost its agent worker {MAX_STARTS} times, and may be the cause: {error}"
+                    raise WorkerDiedError(cause) from error
         raise AssertionError("unreachable")
 
     async def _hold(self, link: _Link, held: _Held, begin: Begin, generate: Generate) -> ConversationResult:
@@ -211,6 +219,7 @@ class AgentClient:
                     raise error
                 logger.warning("%s; starting its %d conversations again", error, len(link.held))
                 self._links[self._links.index(link)] = self._link(self._links.index(link))
+                self.num_replaced += 1
             except Exception as failure:  # noqa: BLE001 - raised by `hold`
                 self._failure = self._failure or failure
             for id, held in list(link.held.items()):

@@ -25,6 +25,7 @@ from lockstep.models.token_models import PolicyModel
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.fingerprint import fingerprint
 from lockstep.utils.progress import count
+from lockstep.utils.step_stop import generation_stopped
 
 
 class RolloutEngine(ABC):
@@ -72,9 +73,14 @@ class RolloutEngine(ABC):
         for place, request in enumerate(requests):
             self.add(place, request)
         completions: dict[int, Completion] = {}
+        # the ranks of a tensor-parallel group must take the same steps
+        can_stop = self.config.tensor_model_parallel_size == 1
         while len(completions) < len(requests):
             completions |= responses_of(self.step())
             count(len(completions), len(requests), "sequences")
+            if can_stop and generation_stopped.is_set():  # the responses are for a step that is discarded
+                completions |= self.abort(self.unfinished())
+                return [completions.get(place, Completion([], [], "abort", [])) for place in range(len(requests))]
         return [completions[place] for place in range(len(requests))]
 
     @contextmanager

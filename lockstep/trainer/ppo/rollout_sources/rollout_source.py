@@ -18,6 +18,7 @@ from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.trainer.ppo.sampling import concat_scored
+from lockstep.utils import step_stop
 from lockstep.utils.progress import phase
 from lockstep.utils.state_file import has_state, load_state, save_state
 from lockstep.utils.timing import marked_timer
@@ -46,7 +47,8 @@ class RolloutSource(ABC):
 
     def update_weights(self, policy_version: int) -> dict[str, float]:
         """The actor has been updated: bring its weights to the rollout; returns metrics."""
-        return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
+        with step_stop.shielded():  # both ends of the transfer must come to its end
+            return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
 
     def idle(self) -> AbstractContextManager[None]:
         """Inside, the rollout has the actor's weights and generates nothing: others may use it."""
@@ -165,10 +167,11 @@ class AsyncSource(RolloutSource):
         return groups
 
     def _draw(self, prompts: Iterator[DataProto]) -> None:
-        batch = next(prompts)
-        self.num_drawn += 1
-        rows = range(len(batch))
-        self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
+        with step_stop.shielded():
+            batch = next(prompts)
+            self.num_drawn += 1
+            rows = range(len(batch))
+            self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
 
 
 def num_groups(checkpoint: Path) -> int:
