@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from lockstep.observability.memory_warning import CHECK_S, MemoryWarning
 from lockstep.observability.run_folder import STATUS
 from lockstep.observability.step_times import StepTimes
 from lockstep.observability.tracker import Metrics
@@ -122,6 +123,8 @@ class StatusFile:
     def _run(self) -> None:
         written: dict[str, Any] = {}
         written_at = float("-inf")
+        memory = MemoryWarning()
+        memory_checked_at = float("-inf")
         wait_s = 0.0
         while not self._is_over.wait(wait_s):
             now = time.monotonic()
@@ -131,6 +134,10 @@ class StatusFile:
                 if status != written or now - written_at >= HEARTBEAT_S:
                     self._write(status)
                     written, written_at = status, now
+            if now - memory_checked_at >= CHECK_S:
+                memory_checked_at = now
+                with self._guarded():
+                    memory.check()
         with self._guarded():
             self._write(self._status())
 
