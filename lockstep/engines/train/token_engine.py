@@ -128,6 +128,15 @@ class TokenEngine(TrainEngine):
         names = self._names_on_all_ranks(own)
         return dict(zip(names, self.global_sum(*(values.get(name, 0.0) for name in names))))
 
+    def _trial_loss(self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object) -> float:
+        """The loss over all ranks, after its gradient was added."""
+
+        def loss_alone(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, _ = loss_fn(outputs, rows)
+            return loss, {"loss": loss}
+
+        return self.forward_backward(batch, loss_alone, micro, **options)["loss"]
+
     def _names_on_all_ranks(self, own: list[str]) -> list[str]:
         """Metrics that any rank has: one with nothing but padding may have fewer."""
         if self.dp_size == 1:
