@@ -242,7 +242,7 @@ class PPOTrainer:
             "ref": self.ref_policy_wg if self.use_reference_policy else None,
             "values": self.critic_wg if self.use_critic else None,
         }
-        batch = forward_passes(batch, groups, config, timing)
+        batch = forward_passes(batch, groups, config, timing, self.audits)
         gap_is_expected = is_gap_expected(config)
         if old_log_probs == "pass":
             metrics |= compute_entropy_metrics(batch, config.actor_rollout_ref.actor.loss_agg_mode)
@@ -374,7 +374,7 @@ class PPOTrainer:
             self.rm_wg.check_tokenizer(self.tokenizer.get_vocab())
         num_samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         self.sampling = self._sampling(workers.responder(self.tokenizer.pad_token_id, num_samples))
-        self.weight_sync = create_weight_sync(self.config, workers)
+        self.weight_sync = create_weight_sync(self.config, workers, self.audits)
         self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
         workers.wait_ready()
 

@@ -7,7 +7,6 @@ ranks changes it. Every rank reads the same rows in the same order and takes its
 """
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -28,8 +27,10 @@ from lockstep.config.sft import SupervisedConfig
 from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.data.loader import create_dataloader
 from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
+from lockstep.engines.train.audit import UpdateAudit
 from lockstep.engines.train.micro_batch_limits import failure_of
 from lockstep.engines.train.token_engine import TokenEngine
+from lockstep.models.loading import resolve_dtype
 from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.trainer.run.memory_check import with_chosen_sizes
 from lockstep.trainer.run.observer import StepObserver
@@ -142,6 +143,8 @@ class SupervisedTrainer(ABC):
         )
         self.engine = create_train_engine(model.strategy, spec, self.device)
         self.engine.onload(optimizer=True)
+        dtype = resolve_dtype(engine_settings(model).dtype, self.device)
+        self.update_audit = UpdateAudit(self.engine, dtype, self.device, optim.clip_grad)
 
     def start(self) -> None:
         """Lock the run's folder, resume from its checkpoint and open the trackers."""
@@ -213,14 +216,15 @@ class SupervisedTrainer(ABC):
                 f"step {self.global_steps}: no token of the batch is trained; does data.truncation or data.max_length="
                 f"{self.config.data.max_length} cut the assistant's turns off?"
             )
-        metrics: dict[str, Any] = dict(
-            self.engine.forward_backward(rows, self.loss_fn(count), self.micro, **self.forward_options)
-        )
-        if not math.isfinite(metrics["train/loss"]):
-            raise AuditError(f"train/loss is {metrics['train/loss']} at step {self.global_steps}: not a finite number")
-        metrics["train/grad_norm"] = self.engine.optimizer_step()
+        audit, loss_fn = self.update_audit, self.loss_fn(count)
+        audit.begin(self.audits.levels, num_steps=1)
+        audit.check_split(rows, loss_fn, self.micro, **self.forward_options)
+        metrics: dict[str, Any] = dict(self.engine.forward_backward(rows, loss_fn, self.micro, **self.forward_options))
+        audit.check_loss(metrics, "train/loss")
+        metrics["train/grad_norm"] = audit.optimizer_step(expects_gradient=metrics["train/loss"] != 0)
         metrics["train/lr"] = self.engine.learning_rate
         self.engine.schedule_step()
+        self.audits.add(audit.end())
         num_tokens = int(batch["attention_mask"].sum())
         self.num_tokens += num_tokens
         return metrics | {"train/global_tokens": num_tokens, f"train/{self.unit}": count}
@@ -274,6 +278,7 @@ class SupervisedTrainer(ABC):
     def _load_checkpoint(self, step: int, folder: Path) -> dict[str, Any]:
         """Returns the metrics of the checkpoint's step."""
         self.engine.load(checkpoint_folder(str(folder)), self.config.trainer.checkpoint.load_contents)
+        self.update_audit.forget()
         self.loader.load_state_dict(load_state(folder / LOADER_STATE))
         state = load_state(folder / TRAINER_STATE)
         self.global_steps, self.num_tokens = step, state["num_tokens"]
