@@ -202,9 +202,10 @@ def _entries_differ(a: "Tensor", b: "Tensor") -> str:
         where += f", in {len(rows)} of {len(a)} rows; the first in row {row} at position {position}"
     else:
         where += f"; the first at {places[0, 0].item()}"
-    values = f"{a[tuple(places[0])].item():.9g} and {b[tuple(places[0])].item():.9g}"
+    first, second = a[tuple(places[0])].item(), b[tuple(places[0])].item()
     if not a.is_floating_point():
-        return f"{where}: {values}"
+        return f"{where}: {first} and {second}"
+    values = f"{first:.9g} and {second:.9g}"
     return f"{where}: {values}; largest difference {(a - b).abs().nan_to_num(math.inf)[different].max().item():.3g}"
 
 

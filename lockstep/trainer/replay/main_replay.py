@@ -184,6 +184,7 @@ def _replay_dump(options: argparse.Namespace) -> int:
     """Compute the update of a dumped batch again."""
     from lockstep.trainer.ppo.batch_dump import read_dump
     from lockstep.trainer.replay.recording import read_recording
+    from lockstep.utils.audit import AuditError
 
     try:
         dump = read_dump(options.run)
@@ -201,7 +202,7 @@ def _replay_dump(options: argparse.Namespace) -> int:
         try:
             replay(to_replay, folder, local=local, batch=dump.folder)
         except RunError as error:
-            if f"audit {info.audit}" not in str(error):
+            if not isinstance(error.__cause__, AuditError) and f"audit {info.audit}" not in str(error):
                 raise
             report.say(f"found again: {error}")
             return 1

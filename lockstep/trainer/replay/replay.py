@@ -43,14 +43,14 @@ def replay(
     saves = save_before and to_replay.step - 1 > to_replay.begin
     prepare_run(config)
     with _quiet():
-        _compute(config, to_replay.step, folder, saves, batch)
+        _compute(config, to_replay, folder, saves, batch)
     return next(row for row in read_metrics(folder / METRICS_FILE) if row["step"] == to_replay.step)
 
 
-def _compute(config: Config, step: int, folder: Path, saves: bool, batch: Path | None) -> None:
+def _compute(config: Config, to_replay: StepToReplay, folder: Path, saves: bool, batch: Path | None) -> None:
     from lockstep.trainer.replay.runners import ReplayRunner, Task, make_replay
 
-    task = Task(step, folder, saves, batch)
+    task = Task(to_replay.step, folder, saves, batch, to_replay.data_from)
     if not isinstance(config, PPOConfig):
         from lockstep.trainer.supervised.runner import run
 

@@ -8,15 +8,19 @@ from typing import Any
 from lockstep.config.placement import Pools
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
+from lockstep.data.fingerprint import changes
+from lockstep.data.loader import StatefulLoader
 from lockstep.protocol import DataProto
 from lockstep.single_controller import Role, Worker
+from lockstep.trainer.ppo import forks
 from lockstep.trainer.ppo.batch_dump import read_dump
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.rollout_sources.rollout_source import RolloutSource
 from lockstep.trainer.ppo.task_runner import TaskRunner
 from lockstep.trainer.replay.recorder import PPORecorder, RecordedActor, RecordedCritic, SupervisedRecorder
-from lockstep.trainer.run.training_run import TrainingRun
+from lockstep.trainer.run.training_run import LOADER_STATE, TrainingRun
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
+from lockstep.utils.state_file import load_state
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
 
@@ -25,15 +29,28 @@ RECORDED: dict[type[Worker], type[Worker]] = {ActorRolloutRefWorker: RecordedAct
 
 @dataclass(frozen=True)
 class Task:
-    """A replay. folder: what it writes to. save_before: also save a checkpoint of the step before `step`.
+    """A replay.
 
-    batch: the folder of a dump, whose batch the step trains on instead of its samples.
+    folder:      what it writes to.
+    save_before: also save a checkpoint of the step before `step`.
+    batch:       the folder of a dump, whose batch the step trains on instead of its samples.
+    data_from:   a checkpoint of the run: its data must be the same.
     """
 
     step: int
     folder: Path
     save_before: bool = False
     batch: Path | None = None
+    data_from: Path | None = None
+
+    def check_data(self, loader: StatefulLoader) -> None:
+        """ValueError if the rows are not those of the run."""
+        saved = {} if self.data_from is None else load_state(self.data_from / LOADER_STATE).get("content", {})
+        now = loader.state_dict().get("content", {})
+        if saved and now and (found := changes(saved, now)):
+            raise ValueError(
+                f"the data of the run has changed since: {'; '.join(found)}. Bring back the files that it read"
+            )
 
 
 class ReplayedRun(TrainingRun):
@@ -78,12 +95,13 @@ class Recorder(PPORecorder):
 
     def __init__(self, task: Task) -> None:
         super().__init__(task.step, task.folder)
-        self.batch = task.batch
+        self.task = task
 
     def started(self, trainer: PPOTrainer) -> None:
         super().started(trainer)
-        if self.batch is not None:
-            trainer.source = DumpedBatch(trainer.source, self.step, self.batch)
+        self.task.check_data(trainer.train_dataloader)
+        if self.task.batch is not None:
+            trainer.source = DumpedBatch(trainer.source, self.step, self.task.batch)
 
 
 class DumpedBatch(RolloutSource):
@@ -92,7 +110,7 @@ class DumpedBatch(RolloutSource):
     SAMPLED = (
         *("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"),
         *("policy_version", "policy_versions", "sampling_seed", "rollout_log_probs", "routed_experts"),
-        *("rm_scores", "token_level_scores", "reward_baselines"),
+        *("rm_scores", "token_level_scores", "reward_baselines", forks.OWNER),
     )
     """Columns that a source gives; those of later stages are computed again."""
 
@@ -126,5 +144,6 @@ class DumpedBatch(RolloutSource):
 
 def make_replay(trainer: SupervisedTrainer, task: Task) -> None:
     """Make a trainer the one of a replay."""
+    task.check_data(trainer.loader)
     trainer.run = ReplayedRun(trainer.config, task, trainer.total_training_steps)
     trainer.observer = SupervisedRecorder(task.step, task.folder)
