@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,8 +37,22 @@ from lockstep.trainer.run.observer import StepObserver
 from tests import replays
 from tests.replays import replayed, train
 
-SHORT = ["trainer.total_training_steps=7", "actor_rollout_ref.actor.ppo_epochs=1", "trainer.test_freq=0"]
+SHORT = ["trainer.total_training_steps=7", "actor_rollout_ref.actor.ppo_epochs=1", "trainer.test_freq=-1"]
 COEF = "actor_rollout_ref.actor.kl_loss_coef"
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
+
+
+def of_page(number: int, first: Path, second: Path | None = None) -> list[str]:
+    """The arguments of a command of docs/replay.md, all of which are run by a test."""
+    commands = re.findall(r"```bash\n(.*)\n```", PAGE.read_text())
+    assert len(commands) == 3
+    program, *words = shlex.split(
+        commands[number].replace("$RUN/first", str(first)).replace("$RUN/second", str(second))
+    )
+    assert program == "lockstep"
+    return words
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +85,10 @@ def edit_settings(run: Path, key: str, value: Any) -> None:
         path.write_text(yaml.safe_dump(tree))
 
 
-def test_a_step_is_equal_and_the_run_untouched(run: Path) -> None:
+def test_a_step_is_equal_and_the_run_untouched(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = listing(run)
-    code, out = replayed(run, 7)
+    code = cli.main(of_page(0, run))
+    out = capsys.readouterr().out
     assert code == 0 and "computing steps 6-7 from global_step_5" in out, out
     assert "metrics equal bit for bit" in out and "differ" not in out and "7.jsonl: equal" in out
     assert "step 7 is equal" in out
@@ -94,9 +111,10 @@ def test_other_numbers_in_the_log_are_named(copy: Path) -> None:
     assert "1.jsonl: 1 rows differ" in out and "in score" in out and "step 1 is different" in out
 
 
-def test_a_changed_coefficient_is_localised_to_the_loss(run: Path) -> None:
+def test_a_changed_coefficient_is_localised_to_the_loss(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = listing(run)
-    code, out = replayed(run, 7, "--set", f"{COEF}=0.2")
+    code = cli.main(of_page(1, run))
+    out = capsys.readouterr().out
     assert code == 1 and f"{COEF}: 0.01 -> 0.2" in out, out
     assert "rows: all equal" in out
     assert "first difference: loss: loss of the actor, update 1:" in out
@@ -121,7 +139,7 @@ def test_runs_part_where_a_resumed_one_got_another_coefficient(
     shutil.rmtree(other / "global_step_7")
     train("grpo", files, other, *SHORT, f"{COEF}=0.5")
     capsys.readouterr()
-    assert cli.main(["replay", str(run), "--until-first-difference", str(other)]) == 1
+    assert cli.main(of_page(2, run, other)) == 1
     out = capsys.readouterr().out
     assert "the metrics first differ at step 6" in out and f"{COEF}  0.01  0.5" in out, out
     assert "first difference: loss: loss of the actor, update 1:" in out

@@ -1,23 +1,19 @@
 """The parts of a replay that need torch: the run of its folder, and how trainers become those of a replay."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.config.placement import Pools
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
 from lockstep.data.fingerprint import changes
 from lockstep.data.loader import StatefulLoader
-from lockstep.protocol import DataProto
 from lockstep.single_controller import Role, Worker
-from lockstep.trainer.ppo import forks
-from lockstep.trainer.ppo.batch_dump import read_dump
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
-from lockstep.trainer.ppo.rollout_sources.rollout_source import RolloutSource
 from lockstep.trainer.ppo.task_runner import TaskRunner
 from lockstep.trainer.replay.recorder import PPORecorder, RecordedActor, RecordedCritic, SupervisedRecorder
+from lockstep.trainer.replay.source_run import JournalPart
+from lockstep.trainer.replay.sources import DumpedBatch, JournalSamples
 from lockstep.trainer.run.training_run import LOADER_STATE, TrainingRun
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 from lockstep.utils.state_file import load_state
@@ -34,6 +30,7 @@ class Task:
     folder:      what it writes to.
     save_before: also save a checkpoint of the step before `step`.
     batch:       the folder of a dump, whose batch the step trains on instead of its samples.
+    journal:     what has the samples of the steps; None generates them.
     data_from:   a checkpoint of the run: its data must be the same.
     """
 
@@ -42,6 +39,7 @@ class Task:
     save_before: bool = False
     batch: Path | None = None
     data_from: Path | None = None
+    journal: JournalPart | None = None
 
     def check_data(self, loader: StatefulLoader) -> None:
         """ValueError if the rows are not those of the run."""
@@ -91,7 +89,7 @@ class ReplayRunner(TaskRunner):
 
 
 class Recorder(PPORecorder):
-    """Also gives the step the batch of a dump."""
+    """Also gives steps the samples of a journal, or of a dump."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task.step, task.folder)
@@ -100,46 +98,12 @@ class Recorder(PPORecorder):
     def started(self, trainer: PPOTrainer) -> None:
         super().started(trainer)
         self.task.check_data(trainer.train_dataloader)
+        if self.task.journal is not None:
+            trainer.source.close()
+            num_samples = trainer.config.actor_rollout_ref.rollout.n
+            trainer.source = JournalSamples(self.task.journal, num_samples, trainer.weight_sync, trainer.num_updates)
         if self.task.batch is not None:
             trainer.source = DumpedBatch(trainer.source, self.step, self.task.batch)
-
-
-class DumpedBatch(RolloutSource):
-    """The samples of a run's own source, but in one step those of a dump."""
-
-    SAMPLED = (
-        *("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"),
-        *("policy_version", "policy_versions", "sampling_seed", "rollout_log_probs", "routed_experts"),
-        *("rm_scores", "token_level_scores", "reward_baselines", forks.OWNER),
-    )
-    """Columns that a source gives; those of later stages are computed again."""
-
-    def __init__(self, source: RolloutSource, step: int, dump: Path) -> None:
-        super().__init__(source.weight_sync)
-        self.source = source
-        self.step = step
-        self.dump = dump
-        self.keeps_prompts = source.keeps_prompts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
-
-    def collect(
-        self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
-    ) -> tuple[DataProto, dict[str, float]]:
-        if step != self.step:
-            return self.source.collect(prompts, step=step, timing=timing)
-        batch = read_dump(self.dump).batch
-        return batch.select([name for name in self.SAMPLED if name in batch.tensors]), {}
-
-    def update_weights(self, policy_version: int) -> dict[str, float]:
-        return self.source.update_weights(policy_version)
-
-    def idle(self) -> Any:
-        return self.source.idle()
-
-    def close(self) -> None:
-        self.source.close()
 
 
 def make_replay(trainer: SupervisedTrainer, task: Task) -> None:

@@ -63,12 +63,22 @@ def wrong(message: str) -> RunError:
 
 
 @dataclass(frozen=True)
+class JournalPart:
+    """The samples of an asynchronous run that were made after a checkpoint, or after the start, or are in the checkpoint."""
+
+    run: Path
+    begin: int
+    checkpoint: Path | None
+
+
+@dataclass(frozen=True)
 class StepToReplay:
     """What is needed to compute a step again.
 
     settings:   the file with the config of the step.
     checkpoint: None starts at step 0. begin: its step.
     data_from:  a checkpoint whose data must be the same, if the run has one.
+    journal:    where the samples of the steps are, if they cannot be generated again.
     """
 
     run: Path
@@ -78,6 +88,7 @@ class StepToReplay:
     checkpoint: Path | None
     begin: int
     data_from: Path | None = None
+    journal: JournalPart | None = None
 
 
 class SourceRun:
