@@ -55,7 +55,7 @@ def write_files(folder: Path) -> Path:
     (folder / "tools.py").write_text(TOOLS)
     chats = [{"question": f"{i % 9}+{i % 4}=", "answer": str(i % 9 + i % 4) + " so" * (i % 5)} for i in range(20)]
     pairs = [
-        {"prompt": f"{i % 9}+{i % 4}=", "chosen": str(i % 9 + i % 4), "rejected": "no" * (i % 4)} for i in range(20)
+        {"prompt": f"{i % 9}+{i % 4}=", "chosen": str(i % 9 + i % 4), "rejected": "no" * (1 + i % 4)} for i in range(20)
     ]
     for name, rows in (("chats", chats), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LEFT_OUT = (
     *("step", "time", "timing", "perf/", "checkpoint/", "weight_sync/send_s", "weight_sync/canary_s", "audit/"),
     *("async/trainer_wait_share", "async/rollout_wait_share", "async/queue_length", "async/running_groups"),
+    *("async/stale_groups", "async/filtered_groups"),
 )
 """Beginnings of the metrics that are not compared: timings, memory, throughput, and counts since a process began."""
 OF_ROLLOUT_LOG_PROBS = (
@@ -54,15 +55,21 @@ class MetricChange:
 
 
 def compare_metrics(
-    old: Mapping[str, Any], new: Mapping[str, Any], *, is_agent: bool = False, rounds: bool = False
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    is_agent: bool = False,
+    rounds: bool = False,
+    left_out: tuple[str, ...] = (),
 ) -> list[MetricChange]:
     """Every metric that is compared, largest relative difference first.
 
     is_agent: metrics of the rollout's log-probs may differ by rounding. rounds: all may.
+    left_out: beginnings of further metrics that are not compared.
     """
     changes = []
     for name in dict.fromkeys([*old, *new]):
-        if name.startswith(LEFT_OUT):
+        if name.startswith((*LEFT_OUT, *left_out)):
             continue
         before, after = old.get(name), new.get(name)
         allowed = rounds or (is_agent and name.startswith(OF_ROLLOUT_LOG_PROBS))
@@ -202,9 +209,10 @@ def _entries_differ(a: "Tensor", b: "Tensor") -> str:
         where += f", in {len(rows)} of {len(a)} rows; the first in row {row} at position {position}"
     else:
         where += f"; the first at {places[0, 0].item()}"
-    values = f"{a[tuple(places[0])].item():.9g} and {b[tuple(places[0])].item():.9g}"
+    first, second = a[tuple(places[0])].item(), b[tuple(places[0])].item()
     if not a.is_floating_point():
-        return f"{where}: {values}"
+        return f"{where}: {first} and {second}"
+    values = f"{first:.9g} and {second:.9g}"
     return f"{where}: {values}; largest difference {(a - b).abs().nan_to_num(math.inf)[different].max().item():.3g}"
 
 

@@ -29,6 +29,7 @@ from lockstep.trainer.replay.compare import (
 )
 from lockstep.trainer.replay.replay import ROLLOUTS, replay
 from lockstep.trainer.replay.source_run import (
+    JournalPart,
     SourceRun,
     StepToReplay,
     config_from,
@@ -97,7 +98,10 @@ def _replay_and_check(options: argparse.Namespace) -> int:
     with _scratch(options) as folder:
         metrics = replay(to_replay, folder, local=local)
         recording = read_recording(folder)
-        changes = compare_metrics(run.metrics[to_replay.step], metrics, is_agent=recording.is_agent, rounds=bool(local))
+        left_out = ("training/epoch",) if to_replay.journal is not None else ()  # how far the data was drawn ahead
+        changes = compare_metrics(
+            *(run.metrics[to_replay.step], metrics), is_agent=recording.is_agent, rounds=bool(local), left_out=left_out
+        )
         dumps = []
         recorded = _dump_of(run, to_replay)
         if recorded is not None:
@@ -184,6 +188,7 @@ def _replay_dump(options: argparse.Namespace) -> int:
     """Compute the update of a dumped batch again."""
     from lockstep.trainer.ppo.batch_dump import read_dump
     from lockstep.trainer.replay.recording import read_recording
+    from lockstep.utils.audit import AuditError
 
     try:
         dump = read_dump(options.run)
@@ -194,14 +199,16 @@ def _replay_dump(options: argparse.Namespace) -> int:
     run = SourceRun(dump.run)
     to_replay = run.find_dumped(info.step, dump.checkpoint)
     if (why := why_timing_matters(to_replay.config)) and to_replay.begin < info.step - 1:
-        logger.warning("%s: the steps before the dumped one are sampled again, so its weights may differ", why)
+        to_replay = replace(to_replay, journal=_journal_of(to_replay, info.step - 1))
+        if to_replay.journal is None:
+            logger.warning("%s: the steps before the dumped one are sampled again, so its weights may differ", why)
     _announce(to_replay)
     local = in_one_process(to_replay.config) if options.local else {}
     with _scratch(options) as folder:
         try:
             replay(to_replay, folder, local=local, batch=dump.folder)
         except RunError as error:
-            if f"audit {info.audit}" not in str(error):
+            if not isinstance(error.__cause__, AuditError) and f"audit {info.audit}" not in str(error):
                 raise
             report.say(f"found again: {error}")
             return 1
@@ -213,12 +220,29 @@ def _replay_dump(options: argparse.Namespace) -> int:
 
 def _found(run: SourceRun, step: int) -> StepToReplay:
     found = run.find(step)
-    if why := why_timing_matters(found.config):
+    why = why_timing_matters(found.config)
+    if why is None:
+        return found
+    found = replace(found, journal=_journal_of(found, step))
+    if found.journal is None:
         raise wrong(
-            f"--step {step}: {run.folder} was trained with {why}: which samples a step trains on depends on timing, and they "
-            "are not kept. A step whose batch an audit has kept can be replayed: lockstep replay RUN/audits/step_N_NAME"
+            f"--step {step}: {run.folder} was trained with {why}: which samples a step trains on depends on timing, and not all "
+            f"those of steps {found.begin + 1} to {step} are kept. rollout_journal/ has the samples of steps after the last "
+            "checkpoint, and a batch that an audit has kept can be replayed: lockstep replay RUN/audits/step_N_NAME"
         )
     return found
+
+
+def _journal_of(found: StepToReplay, last: int) -> JournalPart | None:
+    """The part of the run's journal with the samples of all steps up to `last`; None if it does not have them."""
+    config = found.config
+    if not isinstance(config, PPOConfig) or config.trainer.async_mode not in ("colocated", "fully_async"):
+        return None
+    from lockstep.trainer.replay.sources import JournalSamples
+
+    part = JournalPart(found.run, found.begin, found.checkpoint)
+    missing = JournalSamples(part, config.actor_rollout_ref.rollout.n).missing(found.begin + 1, last)
+    return part if missing is None else None
 
 
 def _are_equal(tensors: Sequence[TensorChange]) -> bool:

@@ -19,7 +19,7 @@ FILE = "recording"
 """In the folder of a replay, for `utils/state_file.py`."""
 
 STAGES: dict[str, tuple[str, ...]] = {
-    "data": ("sampling_seed", "prompts", "input_ids", "attention_mask", "position_ids"),
+    "data": ("prompts", "input_ids", "attention_mask", "position_ids"),
     "generation": ("responses", "response_mask", "rollout_log_probs", "routed_experts"),
     "rewards": ("rm_scores", "token_level_scores", "reward_baselines"),
     "old log-probs": ("old_log_probs", "entropys", "sum_pi_squared"),

@@ -43,24 +43,25 @@ def replay(
     saves = save_before and to_replay.step - 1 > to_replay.begin
     prepare_run(config)
     with _quiet():
-        _compute(config, to_replay.step, folder, saves, batch)
+        if _compute(config, to_replay, folder, saves, batch):
+            raise KeyboardInterrupt
     return next(row for row in read_metrics(folder / METRICS_FILE) if row["step"] == to_replay.step)
 
 
-def _compute(config: Config, step: int, folder: Path, saves: bool, batch: Path | None) -> None:
+def _compute(config: Config, to_replay: StepToReplay, folder: Path, saves: bool, batch: Path | None) -> int:
+    """0, or 130 if the user stopped it."""
     from lockstep.trainer.replay.runners import ReplayRunner, Task, make_replay
 
-    task = Task(step, folder, saves, batch)
+    task = Task(to_replay.step, folder, saves, batch, to_replay.data_from, to_replay.journal)
     if not isinstance(config, PPOConfig):
         from lockstep.trainer.supervised.runner import run
 
-        run(config, partial(make_replay, task=task))
-    elif controller_of(config) == "local":
-        ReplayRunner(task).run(config)
-    else:
-        from lockstep.trainer.run.ray_runner import run_on_ray
+        return run(config, partial(make_replay, task=task))
+    if controller_of(config) == "local":
+        return ReplayRunner(task).run(config)
+    from lockstep.trainer.run.ray_runner import run_on_ray
 
-        run_on_ray(config, partial(ReplayRunner, task))
+    return run_on_ray(config, partial(ReplayRunner, task))
 
 
 def replayed_config(to_replay: StepToReplay, folder: Path, local: dict[str, Any]) -> Config:

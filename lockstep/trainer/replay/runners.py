@@ -1,22 +1,22 @@
 """The parts of a replay that need torch: the run of its folder, and how trainers become those of a replay."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.config.placement import Pools
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.sft import SupervisedConfig
-from lockstep.protocol import DataProto
+from lockstep.data.fingerprint import changes
+from lockstep.data.loader import StatefulLoader
 from lockstep.single_controller import Role, Worker
-from lockstep.trainer.ppo.batch_dump import read_dump
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
-from lockstep.trainer.ppo.rollout_sources.rollout_source import RolloutSource
 from lockstep.trainer.ppo.task_runner import TaskRunner
 from lockstep.trainer.replay.recorder import PPORecorder, RecordedActor, RecordedCritic, SupervisedRecorder
-from lockstep.trainer.run.training_run import TrainingRun
+from lockstep.trainer.replay.source_run import JournalPart
+from lockstep.trainer.replay.sources import DumpedBatch, JournalSamples
+from lockstep.trainer.run.training_run import LOADER_STATE, TrainingRun
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
+from lockstep.utils.state_file import load_state
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
 
@@ -25,15 +25,30 @@ RECORDED: dict[type[Worker], type[Worker]] = {ActorRolloutRefWorker: RecordedAct
 
 @dataclass(frozen=True)
 class Task:
-    """A replay. folder: what it writes to. save_before: also save a checkpoint of the step before `step`.
+    """A replay.
 
-    batch: the folder of a dump, whose batch the step trains on instead of its samples.
+    folder:      what it writes to.
+    save_before: also save a checkpoint of the step before `step`.
+    batch:       the folder of a dump, whose batch the step trains on instead of its samples.
+    journal:     what has the samples of the steps; None generates them.
+    data_from:   a checkpoint of the run: its data must be the same.
     """
 
     step: int
     folder: Path
     save_before: bool = False
     batch: Path | None = None
+    data_from: Path | None = None
+    journal: JournalPart | None = None
+
+    def check_data(self, loader: StatefulLoader) -> None:
+        """ValueError if the rows are not those of the run."""
+        saved = {} if self.data_from is None else load_state(self.data_from / LOADER_STATE).get("content", {})
+        now = loader.state_dict().get("content", {})
+        if saved and now and (found := changes(saved, now)):
+            raise ValueError(
+                f"the data of the run has changed since: {'; '.join(found)}. Bring back the files that it read"
+            )
 
 
 class ReplayedRun(TrainingRun):
@@ -74,57 +89,25 @@ class ReplayRunner(TaskRunner):
 
 
 class Recorder(PPORecorder):
-    """Also gives the step the batch of a dump."""
+    """Also gives steps the samples of a journal, or of a dump."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task.step, task.folder)
-        self.batch = task.batch
+        self.task = task
 
     def started(self, trainer: PPOTrainer) -> None:
         super().started(trainer)
-        if self.batch is not None:
-            trainer.source = DumpedBatch(trainer.source, self.step, self.batch)
-
-
-class DumpedBatch(RolloutSource):
-    """The samples of a run's own source, but in one step those of a dump."""
-
-    SAMPLED = (
-        *("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask"),
-        *("policy_version", "policy_versions", "sampling_seed", "rollout_log_probs", "routed_experts"),
-        *("rm_scores", "token_level_scores", "reward_baselines"),
-    )
-    """Columns that a source gives; those of later stages are computed again."""
-
-    def __init__(self, source: RolloutSource, step: int, dump: Path) -> None:
-        super().__init__(source.weight_sync)
-        self.source = source
-        self.step = step
-        self.dump = dump
-        self.keeps_prompts = source.keeps_prompts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
-
-    def collect(
-        self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
-    ) -> tuple[DataProto, dict[str, float]]:
-        if step != self.step:
-            return self.source.collect(prompts, step=step, timing=timing)
-        batch = read_dump(self.dump).batch
-        return batch.select([name for name in self.SAMPLED if name in batch.tensors]), {}
-
-    def update_weights(self, policy_version: int) -> dict[str, float]:
-        return self.source.update_weights(policy_version)
-
-    def idle(self) -> Any:
-        return self.source.idle()
-
-    def close(self) -> None:
-        self.source.close()
+        self.task.check_data(trainer.train_dataloader)
+        if self.task.journal is not None:
+            trainer.source.close()
+            num_samples = trainer.config.actor_rollout_ref.rollout.n
+            trainer.source = JournalSamples(self.task.journal, num_samples, trainer.weight_sync, trainer.num_updates)
+        if self.task.batch is not None:
+            trainer.source = DumpedBatch(trainer.source, self.step, self.task.batch)
 
 
 def make_replay(trainer: SupervisedTrainer, task: Task) -> None:
     """Make a trainer the one of a replay."""
+    task.check_data(trainer.loader)
     trainer.run = ReplayedRun(trainer.config, task, trainer.total_training_steps)
     trainer.observer = SupervisedRecorder(task.step, task.folder)

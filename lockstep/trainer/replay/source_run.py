@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.compose import load_config
+from lockstep.config.compose import config_from_tree, load_config
 from lockstep.config.environment import digests_of
 from lockstep.config.errors import ConfigError
 from lockstep.config.normalize import canonical_name
@@ -63,8 +63,23 @@ def wrong(message: str) -> RunError:
 
 
 @dataclass(frozen=True)
+class JournalPart:
+    """The samples of an asynchronous run that were made after a checkpoint, or after the start, or are in the checkpoint."""
+
+    run: Path
+    begin: int
+    checkpoint: Path | None
+
+
+@dataclass(frozen=True)
 class StepToReplay:
-    """settings: the file with the config of the step. checkpoint: None starts at step 0. begin: the checkpoint's step."""
+    """What is needed to compute a step again.
+
+    settings:   the file with the config of the step.
+    checkpoint: None starts at step 0. begin: its step.
+    data_from:  a checkpoint whose data must be the same, if the run has one.
+    journal:    where the samples of the steps are, if they cannot be generated again.
+    """
 
     run: Path
     step: int
@@ -72,6 +87,8 @@ class StepToReplay:
     settings: Path
     checkpoint: Path | None
     begin: int
+    data_from: Path | None = None
+    journal: JournalPart | None = None
 
 
 class SourceRun:
@@ -84,6 +101,13 @@ class SourceRun:
         self.folder = self.folder.resolve()
         if not (self.folder / METRICS_FILE).is_file() or not starts(self.folder)[0][1].is_file():
             raise wrong(f"{folder} is not the folder of a training run: it has no {METRICS_FILE} or no config.yaml")
+        self._trees: dict[Path, dict[str, Any]] = {}
+
+    def _tree(self, file: Path) -> dict[str, Any]:
+        """`_tree` of a config, which is read once."""
+        if file not in self._trees:
+            self._trees[file] = _tree(file)
+        return self._trees[file]
 
     @cached_property
     def metrics(self) -> dict[int, dict[str, Any]]:
@@ -112,8 +136,8 @@ class SourceRun:
         """The steps in the log that can be computed again."""
         return [step for step in sorted(self.metrics) if step > 0 and not isinstance(self._begin(step), str)]
 
-    def find(self, step: int, changes: Sequence[str] = ()) -> StepToReplay:
-        """What is needed to compute a step. changes: overrides of its config."""
+    def find(self, step: int) -> StepToReplay:
+        """What is needed to compute a step."""
         if step not in self.metrics or step < 1:
             steps = sorted(s for s in self.metrics if s > 0)
             has = f"it has {_in_words(steps)}" if steps else "it has no step yet"
@@ -124,7 +148,8 @@ class SourceRun:
             can = f"steps that can be replayed: {_in_words(possible)}" if possible else "no step of it can be replayed"
             raise wrong(f"--step {step}: {begin}; {can}")
         settings = self.settings_of(step)
-        return StepToReplay(self.folder, step, config_from(settings, changes), settings, begin[1], begin[0])
+        data_from = next(iter(self.checkpoints().values()), None)
+        return StepToReplay(self.folder, step, config_from(settings), settings, begin[1], begin[0], data_from)
 
     def find_dumped(self, step: int, checkpoint: Path | None) -> StepToReplay:
         """The same for a step whose batch was kept; the log may not have it. checkpoint: the one before it, if there was one."""
@@ -140,9 +165,10 @@ class SourceRun:
         """The step and checkpoint to begin from; or why there is none."""
         problem = ""
         for begin, checkpoint in self._begins(step):
-            tree = _tree(self.settings_of(step))
-            files = {self.settings_of(between) for between in range(begin + 1, step + 1)}
-            changed = sorted({key for file in files for key in _changed(_tree(file), tree)})
+            tree = self._tree(self.settings_of(step))
+            begun = [begin, *(start for start, _ in starts(self.folder) if begin < start < step)]
+            files = {self.settings_of(start + 1) for start in begun}
+            changed = sorted({key for file in files for key in _changed(self._tree(file), tree)})
             lacking = set() if checkpoint is None else PARTS - _saved_parts(checkpoint)
             if lacking:
                 problem = problem or (
@@ -188,10 +214,9 @@ def config_from(settings: Path, changes: Sequence[str] = ()) -> Config:
         if key in changed and get_in(tree, name, None) == get_in(tree, key, None):
             _remove(tree, name)
     try:
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "config.yaml"
-            file.write_text(yaml.safe_dump(tree, sort_keys=False))
-            config: Config = load_config(cls, list(changes), config_name=str(file), run_checks=bool(changes))
+        config: Config = (
+            config_from_tree(cls, tree, run_checks=False) if not changes else _overridden(cls, tree, changes)
+        )
     except ConfigError as error:
         raise wrong(str(error)) from error
     recorded = read_config(settings).digests
@@ -199,6 +224,15 @@ def config_from(settings: Path, changes: Sequence[str] = ()) -> Config:
     if other:
         logger.warning("environment variables have other values than in the run: those of %s", ", ".join(other))
     return config
+
+
+def _overridden(cls: Any, tree: Mapping[str, Any], changes: Sequence[str]) -> Config:
+    """The config of a tree with overrides in Hydra's grammar."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(yaml.safe_dump(tree, sort_keys=False))
+        config: Config = load_config(cls, list(changes), config_name=str(file))
+        return config
 
 
 def program_of(tree: Mapping[str, Any], file: Path) -> type[PPOConfig] | type[SupervisedConfig]:
