@@ -161,7 +161,9 @@ def run_one(name: str, files: Path, folder: Path) -> str | None:
     command = command_of(name, files, folder)
     for steps in (STEPS_BEFORE_RESUME, STEPS):
         try:
-            code = PROGRAMS[RUNS[name].program]([*command, f"trainer.total_training_steps={steps}", "trainer.save_freq=3"])
+            code = PROGRAMS[RUNS[name].program](
+                [*command, f"trainer.total_training_steps={steps}", "trainer.save_freq=3"]
+            )
         except SystemExit as error:
             code = error.code
         if code:
