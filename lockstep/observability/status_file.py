@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from lockstep.observability.memory_warning import CHECK_S, MemoryWarning
 from lockstep.observability.run_folder import STATUS
 from lockstep.observability.step_times import StepTimes
 from lockstep.observability.tracker import Metrics
@@ -38,6 +39,8 @@ CLOSE_TIMEOUT_S = 5.0
 MOST_BYTES = 1_000_000
 """A larger status.json was not written by us."""
 REASON_CHARS = 2000
+MOST_RESTARTS = 20
+"""Restarts that the status lists: the last ones; restarts.jsonl has all."""
 
 
 class StatusFile:
@@ -60,6 +63,7 @@ class StatusFile:
         self._reason: str | None = None
         self._end: tuple[State, str | None] | None = None
         self._has_failed = False
+        self._restarts: list[dict[str, Any]] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
 
@@ -73,6 +77,12 @@ class StatusFile:
             self._left_s = self._step_times.seconds_left(metrics, step, self._total_steps)
             self._logged_at = time.monotonic()
         self._step = step
+
+    def restarted(self, restart: dict[str, Any]) -> None:
+        """The run goes on from its last checkpoint. restart: time, step, cause."""
+        self._restarts.append(restart)
+        self._end = None
+        self._left_s = None
 
     def ended(self, state: State, reason: str | None = None) -> None:
         """How the run ends; written when the context is left, so that a finished run has also closed everything inside."""
@@ -113,6 +123,8 @@ class StatusFile:
     def _run(self) -> None:
         written: dict[str, Any] = {}
         written_at = float("-inf")
+        memory = MemoryWarning()
+        memory_checked_at = float("-inf")
         wait_s = 0.0
         while not self._is_over.wait(wait_s):
             now = time.monotonic()
@@ -122,6 +134,10 @@ class StatusFile:
                 if status != written or now - written_at >= HEARTBEAT_S:
                     self._write(status)
                     written, written_at = status, now
+            if now - memory_checked_at >= CHECK_S:
+                memory_checked_at = now
+                with self._guarded():
+                    memory.check()
         with self._guarded():
             self._write(self._status())
 
@@ -159,6 +175,7 @@ class StatusFile:
             "step": self._step,
             "total_steps": self._total_steps,
             "phases": phases,
+            "restarts": self._restarts[-MOST_RESTARTS:],
             "step_seconds": [round(seconds, 3) for seconds in list(self._step_times.durations)],
         }
 

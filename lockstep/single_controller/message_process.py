@@ -51,7 +51,12 @@ class Peer(Protocol):
 
 
 class MessageProcess(ABC):
-    """`send` and `receive` are called by one thread each; both raise WorkerDiedError if the process is dead."""
+    """`send` and `receive` are called by one thread each; both raise WorkerDiedError if the process is dead.
+
+    name: for messages.
+    """
+
+    name: str
 
     @abstractmethod
     def send(self, messages: list[Any]) -> None: ...

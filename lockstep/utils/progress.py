@@ -111,7 +111,11 @@ WaitKind = Literal[
 
 @dataclass(eq=False)
 class Wait:
-    """Something outside of this thread that it waits for. name: which one, such as a function, a tool, a URL, a path."""
+    """Something outside of this thread that it waits for.
+
+    name:  which one, such as a function, a tool, a URL, a path.
+    began: when that began, in seconds of `time.monotonic`.
+    """
 
     kind: WaitKind
     name: str
@@ -123,12 +127,12 @@ _waits: set[Wait] = set()
 
 
 @contextmanager
-def waiting(kind: WaitKind, name: str) -> Iterator[None]:
-    """The block waits for something outside of this thread or coroutine."""
-    wait = Wait(kind, name)
+def waiting(kind: WaitKind, name: str, began: float | None = None) -> Iterator[Wait]:
+    """The block waits for something outside of this thread or coroutine. began: now by default."""
+    wait = Wait(kind, name) if began is None else Wait(kind, name, began)
     _waits.add(wait)
     try:
-        yield
+        yield wait
     finally:
         _waits.discard(wait)
 

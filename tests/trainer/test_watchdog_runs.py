@@ -16,6 +16,7 @@ from lockstep.observability.status_file import read_status
 from lockstep.single_controller import HangError
 from lockstep.trainer.run import hang_exit
 from lockstep.trainer.run.hang_exit import HangExit, HangInterrupt
+from lockstep.utils import main_thread
 from tests.programs import Program
 
 STUCK_REWARD = """
@@ -94,7 +95,7 @@ def _rank(status: dict[str, Any]) -> dict[str, Any] | None:
 
 def test_the_runs_thread_is_interrupted_also_if_it_catches_the_first_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hang_exit, "REPEAT_S", 0.05)
-    previous = signal.getsignal(hang_exit.INTERRUPT)
+    previous = signal.getsignal(main_thread.SIGNAL)
     caught = 0
     with pytest.raises(HangError, match="no progress") as raised, HangExit(True, lambda verdict: None) as ending:
         try:
@@ -104,6 +105,6 @@ def test_the_runs_thread_is_interrupted_also_if_it_catches_the_first_exception(m
             caught += 1
         threading.Event().wait(30)
     assert caught == 1 and raised.value.may_restart
-    assert signal.getsignal(hang_exit.INTERRUPT) == previous
+    assert signal.getsignal(main_thread.SIGNAL) == previous
     with pytest.raises(KeyError), HangExit(True, lambda verdict: None):  # it was not stuck
         raise KeyError

@@ -124,6 +124,11 @@ def this_machine() -> Any:
     return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
+def own_address() -> str:
+    """Of this machine, as the others of the cluster see it."""
+    return str(ray.util.get_node_ip_address())
+
+
 def node_of(number: int) -> Any:
     """Scheduling strategy that spreads numbered actors over the live machines; another one takes the place of a lost one."""
     nodes = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])

@@ -6,20 +6,18 @@ the watchdog's verdict ─► HangInterrupt in the run's thread ─► everythin
 
 import ctypes
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 
 from lockstep.single_controller.futures import HangError
+from lockstep.utils import main_thread
+from lockstep.utils.main_thread import taking_calls
 from lockstep.utils.untrusted import printable
 
 EXIT_CODE = 3
-INTERRUPT = signal.SIGURG
-"""Its default action is to be ignored, so that one which comes late does no harm."""
 UNWIND_S = 15.0
 """How long the run's thread may take to react."""
 REPEAT_S = 5.0
@@ -47,20 +45,18 @@ class HangExit:
         self._thread = 0
         self._is_unwinding = threading.Event()
         self._is_closed = threading.Event()
-        self._previous: object = None
+        self._calls = taking_calls()
 
     def __enter__(self) -> "HangExit":
         self._thread = threading.get_ident()
-        if self._is_main:
-            self._previous = signal.signal(INTERRUPT, self._raise)
+        self._calls.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Raises HangError in place of whatever the interrupted code raised."""
         self._is_unwinding.set()
         self._is_closed.set()
-        if self._is_main and threading.get_ident() == self._thread:
-            signal.signal(INTERRUPT, self._previous or signal.SIG_DFL)  # type: ignore[arg-type]
+        self._calls.__exit__(None, None, None)
         if self.verdict is not None and error is not None:
             hang = HangError(self.verdict)
             hang.may_restart = self.may_restart
@@ -79,7 +75,7 @@ class HangExit:
     def _is_main(self) -> bool:
         return self._thread == threading.main_thread().ident
 
-    def _raise(self, number: int, frame: FrameType | None) -> None:
+    def _raise(self) -> None:
         if self.verdict is not None and not self._is_unwinding.is_set():
             raise HangInterrupt(self.verdict)
 
@@ -98,7 +94,7 @@ class HangExit:
 
     def _interrupt(self) -> None:
         if self._is_main:
-            signal.pthread_kill(self._thread, INTERRUPT)
+            main_thread.call(self._raise)
         else:  # at the next instruction of Python
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(HangInterrupt))
 

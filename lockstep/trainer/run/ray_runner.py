@@ -42,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 STOP = {b"s": "the user", b"c": "a callback"}
 """Messages that tell the runner to stop after the step, and who requested it."""
+PREEMPT = b"p"
+"""Message: SIGTERM has come, with `trainer.preemption_grace_s`."""
 TRAINING, STEP = b"t", b"m"
 """Messages: TRAINING tells the driver that training has started, STEP that metrics.jsonl has a new line."""
 
@@ -200,7 +202,8 @@ def _run(config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None",
     try:
         outcome = runner.run.remote(config, task_runner_class, _log_format())
         folder = Path(config.trainer.default_local_dir).expanduser()
-        return _wait(outcome, console, on_step and _Steps(on_step, folder), folder)
+        steps = on_step and _Steps(on_step, folder)
+        return _wait(outcome, console, steps, config.trainer.preemption_grace_s, folder)
     finally:
         if head_answers():
             ray.kill(runner)
@@ -233,7 +236,13 @@ class _Steps:
         return stop
 
 
-def _wait(outcome: Any, console: "DriverConsole", steps: _Steps | None = None, folder: Path = Path()) -> int:
+def _wait(
+    outcome: Any,
+    console: "DriverConsole",
+    steps: _Steps | None = None,
+    grace_s: float | None = None,
+    folder: Path = Path(),
+) -> int:
     """Wait for the runner's `outcome`, forward stop requests to it and its steps to the caller. folder: of the run."""
     from lockstep.single_controller.ray_backend.cluster import ray
 
@@ -243,12 +252,12 @@ def _wait(outcome: Any, console: "DriverConsole", steps: _Steps | None = None, f
             received = console.wait(POLL_S)
             ended = next((code for message, code in ENDED.items() if message in received), ended)
             if TRAINING in received and interrupt is None:
-                interrupt = stack.enter_context(Interrupt())
+                interrupt = stack.enter_context(Interrupt(grace_s))
             if STEP in received and steps is not None and steps.read() and not stop_sent:
                 console.send(b"c")
                 stop_sent = True
             if interrupt is not None and interrupt.requested and not stop_sent:
-                console.send(b"s")
+                console.send(PREEMPT if interrupt.is_preempted else b"s")
                 stop_sent = True
             if not ray.wait([outcome], timeout=POLL_S if console.ended else 0)[0]:
                 silent_s = head.silent_s()
@@ -318,6 +327,8 @@ class Runner:
         self._interrupt = ForwardedInterrupt(on_enter=lambda: self._console.send(TRAINING))
 
     def _on_message(self, message: bytes) -> None:
+        if PREEMPT in message:
+            self._interrupt.preempt()
         for stop, by in STOP.items():
             if stop in message:
                 self._interrupt.stop(by)
@@ -347,6 +358,7 @@ class Runner:
             runner.started = started
             runner.on_end = self._on_end
             runner.on_step = self._on_step
+            self._interrupt.grace_s = config.trainer.preemption_grace_s
             return runner.run(config, self._interrupt)
         except RunError as error:
             return error
@@ -376,6 +388,3 @@ class ForwardedInterrupt(Interrupt):
     def __enter__(self) -> "ForwardedInterrupt":
         self._on_enter()
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass

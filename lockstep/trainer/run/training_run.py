@@ -32,6 +32,7 @@ from lockstep.trainer.run.memory_check import write_plan
 from lockstep.trainer.run.processes import controller_address
 from lockstep.trainer.run.remote_copies import RemoteCopies
 from lockstep.trainer.run.remote_store import RemoteStore, fetch_path, find_or_fetch, reach
+from lockstep.trainer.run.restarts import Restarts
 from lockstep.trainer.run.run_config import (
     as_yaml,
     check_same_experiment,
@@ -57,6 +58,7 @@ class TrainingRun(ExitStack):
     last_checkpoint: the newest one that this process has loaded or saved.
     tracking:        None until the run is open.
     store:           `trainer.default_hdfs_dir`.
+    restarts:        of the command, if it restarts runs; set before `lock`.
     """
 
     def __init__(self, config: PPOConfig | SupervisedConfig) -> None:
@@ -75,6 +77,7 @@ class TrainingRun(ExitStack):
         self._hang_exit: HangExit | None = None
         self.on_forced_end: Callable[[int], None] = lambda exit_code: None
         """Called before the process is ended because the run is stuck and does not react."""
+        self.restarts: Restarts | None = None
         self.is_open = False
 
     @property
@@ -110,16 +113,22 @@ class TrainingRun(ExitStack):
         """
         if self._is_locked:
             return current_link()
-        self.enter_context(RunLock(self.folder))
+        held: ExitStack = self.restarts or self
+        if self.restarts is None or not self.restarts.has_lock:
+            held.enter_context(RunLock(self.folder))
         self._is_locked = True
         self.callback(setattr, self, "_is_locked", False)
         self.checkpoints.clean_stale()
-        if self.trains:
+        self._status = None if self.restarts is None else self.restarts.status
+        if self.trains and self._status is None:
             tracked = None if self.config.trainer.resume_mode == "disable" else last_step(self.folder / METRICS_FILE)
-            self._status = self.enter_context(StatusFile(self.folder, tracked or 0, num_steps))
-            self.push(self._note_failure)
-            if self.config.trainer.watchdog.enable:
-                self._watch()
+            self._status = held.enter_context(StatusFile(self.folder, tracked or 0, num_steps))
+            held.push(self._note_failure)
+        if self.restarts is not None:
+            self.restarts.has_lock = True
+            self.restarts.status = self._status
+        if self.trains and self.config.trainer.watchdog.enable:
+            self._watch()
         return current_link()
 
     def _watch(self) -> None:
@@ -193,11 +202,14 @@ class TrainingRun(ExitStack):
         trainer = self.config.trainer
         return RemoteCopies(store, self.folder, self.checkpoints.keep, trainer.hdfs_wait_s)
 
-    def open(self, step: int, num_steps: int, metrics: dict[str, Any]) -> None:
-        """Save the config and open the trackers. metrics: those of `step`, logged if the process died before it did so."""
+    def open(self, step: int, num_steps: int, metrics: dict[str, Any] | None) -> None:
+        """Save the config and open the trackers. metrics: those of `step`, logged if the process died before it did so; None if the
+        trainer does that."""
         config = self.config.trainer
         if self._status is not None:
             self._status.resume(step, num_steps)
+        if self.restarts is not None:
+            self.restarts.step = step
         self.write_config(step, num_steps)
         if self.store is not None and self.trains:
             self.callback(self._prune_copied)
@@ -217,7 +229,7 @@ class TrainingRun(ExitStack):
             write_plan(self.config, self.folder)
             if config.dashboard:
                 self.enter_context(DashboardChild(self.folder, config.dashboard_port))
-        if (self.tracking.last_step or 0) < step:
+        if metrics is not None and (self.tracking.last_step or 0) < step:
             self.tracking.log(data=metrics, step=step)
         resumed = self.last_checkpoint
         if self._copies is not None and resumed is not None and resumed.parent == self.checkpoints.root:
@@ -229,8 +241,12 @@ class TrainingRun(ExitStack):
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Track the metrics of a step."""
-        remote = self._copies.metrics() if self._copies is not None else {}
-        self.tracking.log(data=metrics | remote, step=step)
+        extra: dict[str, Any] = self._copies.metrics() if self._copies is not None else {}
+        if self.restarts is not None:
+            self.restarts.step = step
+            if self.restarts.count:
+                extra = extra | {"training/restarts": self.restarts.count}
+        self.tracking.log(data=metrics | extra, step=step)
         if self._status is not None:
             self._status.log(metrics, step)
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -35,14 +36,18 @@ TRAINERS: dict[type, type[SupervisedTrainer]] = {
 }
 
 
-def run(config: SupervisedConfig) -> int:
-    """Train; returns 0, or 130 if the user stopped the run. A failure with a known cause is a RunError."""
+def run(config: SupervisedConfig, on_built: Callable[[SupervisedTrainer], None] = lambda trainer: None) -> int:
+    """Train; returns 0, or 130 if the user stopped the run. A failure with a known cause is a RunError.
+
+    on_built: called before the model is loaded.
+    """
     rank, world_size = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     with ExitStack() as closing:
         try:
             with phase("read the data"):
                 trainer = build(config, rank, world_size)
             config = trainer.config
+            on_built(trainer)
             closing.callback(trainer.close)
             if on_first_rank(lambda: trainer.run.is_finished(trainer.total_training_steps)):
                 return 0

@@ -19,7 +19,7 @@ from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.trainer.ppo.sampling import concat_scored
-from lockstep.utils import heartbeat
+from lockstep.utils import heartbeat, step_stop
 from lockstep.utils.progress import phase
 from lockstep.utils.state_file import has_state, load_state, save_state
 from lockstep.utils.timing import marked_timer
@@ -52,11 +52,21 @@ class RolloutSource(ABC):
 
     def update_weights(self, policy_version: int) -> dict[str, float]:
         """The actor has been updated: bring its weights to the rollout; returns metrics."""
-        return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
+        with step_stop.shielded():  # both ends of the transfer must come to its end
+            return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
 
     def idle(self) -> AbstractContextManager[None]:
         """Inside, the rollout has the actor's weights and generates nothing: others may use it."""
         return nullcontext()
+
+    def pending(self) -> list[DataProto]:
+        """Prompts that were drawn and that no step has trained on yet."""
+        return []
+
+    @property
+    def num_dropped(self) -> int:
+        """Prompts that were dropped on purpose since the start."""
+        return 0
 
     def save(self, folder: Path) -> None:  # noqa: B027
         """Write the state into the folder of a checkpoint."""
@@ -107,7 +117,7 @@ class AsyncSource(RolloutSource):
             self.sync_metrics = state.get("sync_metrics", {})
             self.is_updated = state.get("is_updated", False)
             num_samples = self.config.actor_rollout_ref.rollout.n
-            self.schedule.restore([_group_of(group, num_samples) for group in state["groups"]], step + 1)
+            self.schedule.restore([group_of_state(group, num_samples) for group in state["groups"]], step + 1)
         self.rollout = BackgroundRollout(self.sampling.sampler, self.schedule, self.journal, self.sampling.filter.keeps)
         self._last_collect = time.perf_counter()
         for name in QUEUES:
@@ -121,7 +131,7 @@ class AsyncSource(RolloutSource):
         with marked_timer("gen", timing), phase("generate"):
             groups = self._take(prompts, step)
         self.journal.train(step, groups)
-        batch = _batch_of(groups, step)
+        batch = batch_of_groups(groups, step)
         now = time.perf_counter()
         elapsed_s = now - self._last_collect
         self._last_collect = now
@@ -139,6 +149,13 @@ class AsyncSource(RolloutSource):
     def update_weights(self, policy_version: int) -> dict[str, float]:
         self.policy_version = policy_version
         return super().update_weights(policy_version)
+
+    def pending(self) -> list[DataProto]:
+        return [group.prompt for group in self._rollout.groups()]
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self._rollout.num_dropped.values())
 
     def save(self, folder: Path) -> None:
         self.journal.sync()
@@ -175,10 +192,11 @@ class AsyncSource(RolloutSource):
         return groups
 
     def _draw(self, prompts: Iterator[DataProto]) -> None:
-        batch = next(prompts)
-        self.num_drawn += 1
-        rows = range(len(batch))
-        self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
+        with step_stop.shielded():
+            batch = next(prompts)
+            self.num_drawn += 1
+            rows = range(len(batch))
+            self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
 
 
 def _length(schedule: GroupSchedule, queue: str) -> int:
@@ -202,7 +220,8 @@ def staleness_metrics(batch: DataProto, policy_version: int) -> dict[str, float]
     }
 
 
-def _batch_of(groups: list[Group], step: int) -> DataProto:
+def batch_of_groups(groups: list[Group], step: int) -> DataProto:
+    """What a step trains on: the samples of finished groups."""
     parts = []
     for group in groups:
         assert group.samples is not None
@@ -219,7 +238,7 @@ def _state_of(group: Group) -> dict[str, Any]:
     return {"id": list(group.id), "started": group.started, "prompt": group.prompt.to_state(), "samples": samples}
 
 
-def _group_of(state: dict[str, Any], num_samples: int) -> Group:
+def group_of_state(state: dict[str, Any], num_samples: int) -> Group:
     """num_samples: a group with another number, because the user changed it, is sampled again."""
     samples = None if state["samples"] is None else DataProto.from_state(state["samples"])
     if samples is not None and len(samples) != num_samples:
