@@ -41,6 +41,7 @@ from lockstep.trainer.run.run_config import (
     write_run_config,
 )
 from lockstep.utils.heartbeat import Link, current_link
+from lockstep.utils.progress import phase
 from lockstep.utils.state_file import save_state
 
 logger = logging.getLogger(__name__)
@@ -230,9 +231,10 @@ class TrainingRun(ExitStack):
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Track the metrics of a step."""
         remote = self._copies.metrics() if self._copies is not None else {}
-        self.tracking.log(data=metrics | remote, step=step)
-        if self._status is not None:
-            self._status.log(metrics, step)
+        with phase("log metrics"):
+            self.tracking.log(data=metrics | remote, step=step)
+            if self._status is not None:
+                self._status.log(metrics, step)
 
     def _note_failure(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Give `status.json` the line that the user gets."""
