@@ -225,7 +225,7 @@ class TrainingRun(ExitStack):
             total_steps=num_steps if self.trains else None,
             start_step=step if self.trains else None,
         )
-        self.callback(self.tracking.finish)
+        self.callback(self._close_trackers)
         if self.trains:
             write_plan(self.config, self.folder)
             if config.dashboard:
@@ -239,6 +239,10 @@ class TrainingRun(ExitStack):
         self.callback(setattr, self, "is_open", False)
         if self._hang_exit is not None:
             self.push(self._hang_exit.unwinding)
+
+    def _close_trackers(self) -> None:
+        with phase("close the trackers"):
+            self.tracking.finish()
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Track the metrics of a step."""
