@@ -132,6 +132,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "perf/out_of_memory_retries": "mini-batches and forward passes that were computed again in smaller micro-batches, and restarts for it, since the start of the run; only after the first (docs/reliability.md)",
         "perf/micro_batch_size/<phase>": "tokens, or sequences, of a micro-batch that out of memory has lowered",
         "perf/memory_used_gb/<phase>": "GPU memory in use at its end, by all processes",
+        "perf/rollout_limit/<max_num_seqs,max_num_batched_tokens,kv_blocks>": "what the rollout does at once since generation ran out of memory (docs/reliability.md); absent if it did not",
         "global_seqlen/<min,max,mean,minmax_diff>": "tokens per rank if rows were dealt out in order",
         "global_seqlen/<balanced_min,balanced_max>": "tokens per rank after balancing (`trainer.balance_batch`)",
     },

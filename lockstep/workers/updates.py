@@ -28,10 +28,15 @@ def limits_of(*engines: TrainEngine | None) -> list[MicroBatchLimits]:
     return [engine.limits for engine in distinct.values() if isinstance(engine, TokenEngine)]
 
 
+def num_mini_batches(data: DataProto) -> int:
+    """Of the update: optimizer steps that it takes."""
+    return int(data.meta_info["num_repeats"]) * len(data.meta_info["mini_batches"])
+
+
 def mini_batches(data: DataProto, loss_scale_factor: float | None = None) -> Iterator[tuple[Batch, dict[str, Any]]]:
     """This rank's rows of each mini-batch, and the counts over all ranks that normalize its loss."""
     number, all_counts = data.tensors["mini_batch"], data.meta_info["mini_batches"]
-    num_steps = data.meta_info["num_repeats"] * len(all_counts)
+    num_steps = num_mini_batches(data)
     for step in range(num_steps):
         i = step % len(all_counts)
         rows = data.tensors if len(all_counts) == 1 else data.tensors[number == i]
@@ -49,6 +54,10 @@ class MetricMeans:
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
+
+    def __len__(self) -> int:
+        """Steps that were added."""
+        return max(map(len, self._values.values()), default=0)
 
     def add(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

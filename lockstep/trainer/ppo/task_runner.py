@@ -26,12 +26,13 @@ from lockstep.data.sampler import create_rl_sampler
 from lockstep.engines.train.micro_batch_limits import failure_of, free_unused
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.rewards.managers import RewardFn, check_scorers, load_reward_manager
-from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, RestartError, Role, Worker
+from lockstep.single_controller import LOCAL, Backend, HangError, ResourcePoolManager, RestartError, Role, Worker
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.run_agents import agents_for
 from lockstep.trainer.ppo.worker_groups import WorkerGroups
 from lockstep.trainer.run.errors import RunError, raise_as_run_error
 from lockstep.trainer.run.failures import cause_of, how_to_resume
+from lockstep.trainer.run.hang_exit import EXIT_CODE
 from lockstep.trainer.run.inputs import tokenizer_arguments
 from lockstep.trainer.run.interrupt import Interrupt, OnStep
 from lockstep.trainer.run.restarts import Restarts
@@ -181,10 +182,11 @@ class TaskRunner:
                 except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
                     failure, cause = error, cause_of(error, self.config or config)
                 break
+            exit_code = EXIT_CODE if isinstance(failure, HangError) else 1
             if not self.has_begun:
-                raise RunError(f"{cause.rstrip('.')}; the run did not start") from failure
+                raise RunError(f"{cause.rstrip('.')}; the run did not start", exit_code) from failure
             resume = how_to_resume(config, self.last_checkpoint)
-            raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}") from failure
+            raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}", exit_code) from failure
 
     def _is_stopped_before_restart(self, error: RestartError, interrupt: Interrupt | None) -> bool:
         """Record the restart and wait for its time, or until the user stops the run."""
@@ -214,6 +216,7 @@ class TaskRunner:
                 if self.last_checkpoint is None and trainer.run.is_finished(trainer.total_training_steps):
                     return 0
                 closing.push(trainer.run)
+                trainer.run.on_forced_end = self.on_end
                 trainer.run.lock(trainer.total_training_steps)
                 logger.info("loading models: %s", _models(config, self.role_worker_mapping))
                 with phase("load models"):

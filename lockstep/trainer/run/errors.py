@@ -11,7 +11,7 @@ from lockstep.utils.out_of_memory import is_out_of_memory
 class RunError(RuntimeError):
     """A run that could not start, or ended early.
 
-    exit_code: of the command: 2 for wrong config or input, otherwise 1.
+    exit_code: of the command: 2 for wrong config or input, 3 for a run that was stuck (`trainer.on_hang`), otherwise 1.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:

@@ -22,7 +22,7 @@ from lockstep.plan.estimate import GB
 from lockstep.registry import USER_FILES
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.monitor import printed_frames
-from lockstep.single_controller.futures import worker_report
+from lockstep.single_controller.futures import HangError, worker_report
 from lockstep.trainer.run.memory_check import planned
 from lockstep.utils.audit import AuditError
 from lockstep.utils.out_of_memory import is_out_of_memory
@@ -90,7 +90,7 @@ def how_to_resume(config: PPOConfig | SupervisedConfig, saved: Path | None) -> s
 
 def explain(error: BaseException, config: PPOConfig | SupervisedConfig) -> str | None:
     """The line for `error`; None if it is unexpected and needs its traceback."""
-    if isinstance(error, RewardError | AuditError | FloatingPointError):
+    if isinstance(error, RewardError | AuditError | HangError | FloatingPointError):
         return str(error)
     if is_out_of_memory(error):
         return _out_of_memory(error, config)

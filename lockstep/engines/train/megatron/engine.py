@@ -38,6 +38,7 @@ from lockstep.engines.train.state import load_extra, save_extra
 from lockstep.engines.train.token_engine import TokenEngine, taken_rows
 from lockstep.engines.train.token_module import open_token_model
 from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching
+from lockstep.engines.train.trial import folded
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.model_check import check_batch, refuse_errors
 from lockstep.models.shared_weights import copy_gathered, release_weights
@@ -190,6 +191,29 @@ class MegatronEngine(TokenEngine):
             finally:
                 self.masters.clear_gradients()  # megatron's buffers are cleared before the next gradient
         return norm
+
+    def trial(self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object) -> tuple[float, Tensor]:
+        loss = self._trial_loss(batch, loss_fn, micro, **options)
+        return loss, folded(self._gradient_buffers())  # cleared before the next gradient
+
+    def step_counts(self) -> tuple[int, int]:
+        assert self.masters is not None
+        return self.masters.steps_taken(), self.schedule.last_epoch
+
+    def trained_tensors(self) -> dict[str, Tensor]:
+        assert self.masters is not None
+        return {str(number): weight.detach() for number, weight in enumerate(self.masters.weights())}
+
+    def frozen_tensors(self) -> dict[str, Tensor]:
+        frozen = ((name, p.detach()) for name, p in self.stage.gpt.named_parameters() if not p.requires_grad)
+        return dict(self.stage.gpt.named_buffers()) | dict(frozen)
+
+    def lent_weights(self, number: int) -> Iterator[tuple[str, Tensor]]:
+        with self._compute.on_device():
+            slices = self.stage.slices
+            for piece in (slices[(number + i) % len(slices)] for i in range(2)):
+                weight = piece.gathered(lambda parameter: parameter.detach(), self.dtype, self.device)
+                yield self.model.hf_name(piece.name), weight
 
     @contextmanager
     def lend_weights(self, module: PreTrainedModel) -> Iterator[None]:

@@ -54,6 +54,15 @@ class RolloutSource(ABC):
         """Inside, the rollout has the actor's weights and generates nothing: others may use it."""
         return nullcontext()
 
+    def pending(self) -> list[DataProto]:
+        """Prompts that were drawn and that no step has trained on yet."""
+        return []
+
+    @property
+    def num_dropped(self) -> int:
+        """Prompts that were dropped on purpose since the start."""
+        return 0
+
     def save(self, folder: Path) -> None:  # noqa: B027
         """Write the state into the folder of a checkpoint."""
 
@@ -103,7 +112,7 @@ class AsyncSource(RolloutSource):
             self.sync_metrics = state.get("sync_metrics", {})
             self.is_updated = state.get("is_updated", False)
             num_samples = self.config.actor_rollout_ref.rollout.n
-            self.schedule.restore([_group_of(group, num_samples) for group in state["groups"]], step + 1)
+            self.schedule.restore([group_of_state(group, num_samples) for group in state["groups"]], step + 1)
         self.rollout = BackgroundRollout(self.sampling.sampler, self.schedule, self.journal, self.sampling.filter.keeps)
         self._last_collect = time.perf_counter()
 
@@ -115,7 +124,7 @@ class AsyncSource(RolloutSource):
         with marked_timer("gen", timing), phase("generate"):
             groups = self._take(prompts, step)
         self.journal.train(step, groups)
-        batch = _batch_of(groups, step)
+        batch = batch_of_groups(groups, step)
         now = time.perf_counter()
         elapsed_s = now - self._last_collect
         self._last_collect = now
@@ -133,6 +142,13 @@ class AsyncSource(RolloutSource):
     def update_weights(self, policy_version: int) -> dict[str, float]:
         self.policy_version = policy_version
         return super().update_weights(policy_version)
+
+    def pending(self) -> list[DataProto]:
+        return [group.prompt for group in self._rollout.groups()]
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self._rollout.num_dropped.values())
 
     def save(self, folder: Path) -> None:
         self.journal.sync()
@@ -191,7 +207,8 @@ def staleness_metrics(batch: DataProto, policy_version: int) -> dict[str, float]
     }
 
 
-def _batch_of(groups: list[Group], step: int) -> DataProto:
+def batch_of_groups(groups: list[Group], step: int) -> DataProto:
+    """What a step trains on: the samples of finished groups."""
     parts = []
     for group in groups:
         assert group.samples is not None
@@ -208,7 +225,7 @@ def _state_of(group: Group) -> dict[str, Any]:
     return {"id": list(group.id), "started": group.started, "prompt": group.prompt.to_state(), "samples": samples}
 
 
-def _group_of(state: dict[str, Any], num_samples: int) -> Group:
+def group_of_state(state: dict[str, Any], num_samples: int) -> Group:
     """num_samples: a group with another number, because the user changed it, is sampled again."""
     samples = None if state["samples"] is None else DataProto.from_state(state["samples"])
     if samples is not None and len(samples) != num_samples:
