@@ -111,10 +111,11 @@ RUNS = {
     "colocated": Run((*GROUPS, "trainer.async_mode=colocated")),
     "one_step_off": Run((*GROUPS, "trainer.async_mode=one_step_off", *SPLIT)),
     "fully_async": Run((*GROUPS, "trainer.async_mode=fully_async", *SPLIT, f"{ALGORITHM}.filter_groups.enable=true")),
-    "split": Run((*GROUPS, *SPLIT, f"{ACTOR}.use_kl_loss=true")),
     "hf_engine": Run((*GROUPS, f"{ROLLOUT}.name=hf")),
     "sampler": Run((*GROUPS, "data.sampler.class_path={files}/sampler.py", "data.sampler.class_name=Weighted")),
     "ray": Run((*GROUPS, "trainer.n_gpus_per_node=2"), needs="ray"),
+    "split": Run((*GROUPS, *SPLIT[1:], f"{ACTOR}.use_kl_loss=true"), needs="ray"),
+    "deepspeed": Run((*GROUPS, f"{ACTOR}.strategy=deepspeed"), needs="deepspeed"),
     "megatron": Run((*GROUPS, f"{ACTOR}.strategy=megatron"), needs="megatron.core"),
     "sft": Run((), "sft"),
     "rm": Run((), "rm"),
@@ -161,7 +162,9 @@ def run_one(name: str, files: Path, folder: Path) -> str | None:
     command = command_of(name, files, folder)
     for steps in (STEPS_BEFORE_RESUME, STEPS):
         try:
-            code = PROGRAMS[RUNS[name].program]([*command, f"trainer.total_training_steps={steps}", "trainer.save_freq=3"])
+            code = PROGRAMS[RUNS[name].program](
+                [*command, f"trainer.total_training_steps={steps}", "trainer.save_freq=3"]
+            )
         except SystemExit as error:
             code = error.code
         if code:
