@@ -101,7 +101,9 @@ def _close(old: Any, new: Any) -> bool:
 def first_different_steps(old: Mapping[int, Mapping[str, Any]], new: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
     """The training steps that both logs have and whose metrics differ, first to last."""
     for step in sorted(old.keys() & new.keys()):
-        if step > 0 and any(change.verdict != "equal" for change in compare_metrics(old[step], new[step])):
+        is_agent = "num_turns/mean" in old[step]
+        changes = compare_metrics(old[step], new[step], is_agent=is_agent)
+        if step > 0 and any(change.verdict == "differs" for change in changes):
             yield step
 
 

@@ -3,6 +3,7 @@
 step ─► `Recorder.updating`: the workers' engines record ─► update ─► `Recorder.updated`: batch and records ─► recording
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,20 +82,22 @@ def _gradients(engine: TrainEngine) -> dict[str, Digest]:
     if not isinstance(model, nn.Module):
         return {}
     computing = compute if isinstance(compute, nn.Module) else model
+    name_of: Callable[[str], str] = getattr(model, "hf_name", str)
     found = {}
     for (name, master), parameter in zip(model.named_parameters(), computing.parameters()):
         gradient = master.grad if master.grad is not None else parameter.grad
         if gradient is not None:
-            found[name] = _digest(gradient)
+            found[name_of(name)] = _digest(gradient)
     return found
 
 
 def _weights(engine: TrainEngine) -> dict[str, Digest]:
     """This rank's trained weights; of an engine whose shards are not parameters of its model, whole."""
     model = getattr(engine, "model", None)
-    trained = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-    own = {name: p for name, p in trained.items() if p.requires_grad and p.numel() and not p.is_meta}
-    return {name: _digest(weight) for name, weight in (own or dict(engine.weights(trained=True))).items()}
+    named = list(model.named_parameters()) if isinstance(model, nn.Module) else []
+    name_of: Callable[[str], str] = getattr(model, "hf_name", str)
+    own = [(name_of(name), p) for name, p in named if p.requires_grad and p.numel() and not p.is_meta]
+    return {name: _digest(weight) for name, weight in own or engine.weights(trained=True)}
 
 
 def _digest(tensor: Tensor) -> Digest:
