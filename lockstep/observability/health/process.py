@@ -148,6 +148,24 @@ def phase_is_stuck(run: RunView) -> Finding | None:
     return None
 
 
+def was_restarted(run: RunView) -> Finding | None:
+    """The workers of this command had to be restarted."""
+    listed = (run.status or {}).get("restarts")
+    restarts = [restart for restart in listed if isinstance(restart, Mapping)] if isinstance(listed, list) else []
+    if not restarts or state_of(run) not in ("running", "silent"):
+        return None
+    step = number(restarts[-1].get("step")) or 0
+    return Finding(
+        "restarts",
+        "warning",
+        "The workers were restarted",
+        f"{len(restarts)} times in this command, the last time after step {step:.0f}: {str(restarts[-1].get('cause'))[:500]}.",
+        "restarts.jsonl in the run's folder has all causes. Work since the last checkpoint is repeated: a lower "
+        "trainer.save_freq loses less. The run ends when trainer.max_restarts are used up.",
+        "reliability.md",
+    )
+
+
 def memory_is_short(run: RunView) -> Finding | None:
     """Peak memory of tensors against the GPU's; what the allocator caches beyond that can be given back."""
     total = number((run.plan or {}).get("gpu_memory_gb"))
@@ -232,6 +250,7 @@ def _duration(seconds: float) -> str:
 RULES: tuple[Callable[[RunView], Finding | None], ...] = (
     run_ended,
     phase_is_stuck,
+    was_restarted,
     memory_is_short,
     phase_is_slow,
 )

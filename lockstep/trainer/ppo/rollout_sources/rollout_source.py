@@ -18,6 +18,7 @@ from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.trainer.ppo.sampling import concat_scored
+from lockstep.utils import step_stop
 from lockstep.utils.progress import phase
 from lockstep.utils.state_file import has_state, load_state, save_state
 from lockstep.utils.timing import marked_timer
@@ -46,11 +47,21 @@ class RolloutSource(ABC):
 
     def update_weights(self, policy_version: int) -> dict[str, float]:
         """The actor has been updated: bring its weights to the rollout; returns metrics."""
-        return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
+        with step_stop.shielded():  # both ends of the transfer must come to its end
+            return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
 
     def idle(self) -> AbstractContextManager[None]:
         """Inside, the rollout has the actor's weights and generates nothing: others may use it."""
         return nullcontext()
+
+    def pending(self) -> list[DataProto]:
+        """Prompts that were drawn and that no step has trained on yet."""
+        return []
+
+    @property
+    def num_dropped(self) -> int:
+        """Prompts that were dropped on purpose since the start."""
+        return 0
 
     def save(self, folder: Path) -> None:  # noqa: B027
         """Write the state into the folder of a checkpoint."""
@@ -132,6 +143,13 @@ class AsyncSource(RolloutSource):
         self.policy_version = policy_version
         return super().update_weights(policy_version)
 
+    def pending(self) -> list[DataProto]:
+        return [group.prompt for group in self._rollout.groups()]
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self._rollout.num_dropped.values())
+
     def save(self, folder: Path) -> None:
         self.journal.sync()
         state = {
@@ -165,10 +183,11 @@ class AsyncSource(RolloutSource):
         return groups
 
     def _draw(self, prompts: Iterator[DataProto]) -> None:
-        batch = next(prompts)
-        self.num_drawn += 1
-        rows = range(len(batch))
-        self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
+        with step_stop.shielded():
+            batch = next(prompts)
+            self.num_drawn += 1
+            rows = range(len(batch))
+            self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
 
 
 def num_groups(checkpoint: Path) -> int:
