@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LEFT_OUT = (
     *("step", "time", "timing", "perf/", "checkpoint/", "weight_sync/send_s", "weight_sync/canary_s", "audit/"),
     *("async/trainer_wait_share", "async/rollout_wait_share", "async/queue_length", "async/running_groups"),
-    *("async/stale_groups", "async/filtered_groups"),
+    *("async/stale_groups", "async/filtered_groups", "training/restarts", "training/agent_workers_replaced"),
 )
 """Beginnings of the metrics that are not compared: timings, memory, throughput, and counts since a process began."""
 OF_ROLLOUT_LOG_PROBS = (

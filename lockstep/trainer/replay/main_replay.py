@@ -209,7 +209,7 @@ def _replay_dump(options: argparse.Namespace) -> int:
         except RunError as error:
             if not isinstance(error.__cause__, AuditError) and f"audit {info.audit}" not in str(error):
                 raise
-            report.say(f"found again: {error}")
+            report.say(f"found again: {str(error).partition('; the step')[0]}")
             return 1
         findings = read_recording(folder).findings
     report.show_findings(findings)

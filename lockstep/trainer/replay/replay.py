@@ -77,7 +77,7 @@ def replayed_config(to_replay: StepToReplay, folder: Path, local: dict[str, Any]
         "trainer.profile_steps": [],
     }
     if isinstance(config, PPOConfig):
-        values |= {"trainer.max_restarts": 0, "trainer.log_val_generations": 0}
+        values |= {"trainer.max_restarts": 0, "trainer.log_val_generations": 0, "trainer.val_before_train": False}
         if config.trainer.rollout_data_dir is not None:
             values["trainer.rollout_data_dir"] = str(folder / ROLLOUTS)
         if config.trainer.validation_data_dir is not None:
