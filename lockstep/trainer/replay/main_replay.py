@@ -224,10 +224,11 @@ def _found(run: SourceRun, step: int) -> StepToReplay:
         return found
     found = replace(found, journal=_journal_of(found, step))
     if found.journal is None:
+        journal = "rollout_journal/ has the samples of steps after the last checkpoint. " if "async_mode" in why else ""
         raise wrong(
             f"--step {step}: {run.folder} was trained with {why}: which samples a step trains on depends on timing, and not all "
-            f"those of steps {found.begin + 1} to {step} are kept. rollout_journal/ has the samples of steps after the last "
-            "checkpoint, and a batch that an audit has kept can be replayed: lockstep replay RUN/audits/step_N_NAME"
+            f"those of steps {found.begin + 1} to {step} are kept. {journal}A batch that an audit has kept can be replayed: "
+            "lockstep replay RUN/audits/step_N_NAME"
         )
     return found
 

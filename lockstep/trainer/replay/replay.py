@@ -97,7 +97,7 @@ def replayed_config(to_replay: StepToReplay, folder: Path, local: dict[str, Any]
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the messages of a start that a replay does not make."""
-    names = ("lockstep.trainer.ppo.run_summary", "lockstep.trainer.run.training_run")
+    names = ("lockstep.trainer.ppo.run_summary", "lockstep.trainer.run.training_run", "lockstep.trainer.ppo.audit")
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)
