@@ -146,6 +146,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "training/global_step": "number of the step",
         "training/epoch": "passes over the training rows, from 0",
         "training/agent_workers_replaced": "agent workers that died and were replaced so far (docs/agents.md); absent before the first",
+        "training/rollout_repairs": "how often the rollout's dead processes or servers were replaced so far (docs/reliability.md); absent before the first",
         "training/restarts": "restarts of the workers in this command so far (docs/reliability.md); absent before the first",
     },
 }
