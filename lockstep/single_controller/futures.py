@@ -24,6 +24,12 @@ class WorkerDiedError(RestartError):
     """The process of a worker has died."""
 
 
+class HangError(WorkerDiedError):
+    """The run was stuck and was ended by its watchdog (`trainer.on_hang`). may_restart: restart it from the last checkpoint."""
+
+    may_restart = False
+
+
 ON_WORKER = "on the worker:\n"
 """Prefix of the note with the worker's traceback, on an exception from another process."""
 

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -21,6 +21,7 @@ from lockstep.protocol.generation import SamplingParams
 from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.single_controller.message_process import MessageProcess
 from lockstep.utils.event_loop import cancelled
+from lockstep.utils.progress import waiting
 from lockstep.workers.agent_worker import (
     KEY,
     Answer,
@@ -32,7 +33,7 @@ from lockstep.workers.agent_worker import (
     Ready,
     ToWorker,
     Withdraw,
-    waiting,
+    all_messages,
 )
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ class _Link:
         self.process.close()
 
     def _send(self) -> None:
-        while None not in (messages := waiting(self._outgoing)):
+        while None not in (messages := all_messages(self._outgoing)):
             try:
                 self.process.send(messages)
             except WorkerDiedError:  # `_receive` reports it
@@ -135,7 +136,7 @@ class AgentClient:
 
     def wait_ready(self) -> None:
         """Wait until all workers can hold conversations; raises the exception of one that cannot."""
-        with self._changed:
+        with self._changed, waiting("worker", "agent workers, being started"):
             self._changed.wait_for(lambda: self._failure is not None or all(link.is_ready for link in self._links))
         if self._failure is not None:
             raise self._failure
@@ -176,12 +177,22 @@ class AgentClient:
                 held.inbox.put_nowait(error)
             finally:
                 del answers[ask.number]
+                wait_for_worker()
+
+        wait = ExitStack()
+
+        def wait_for_worker() -> None:
+            wait.close()
+            if not answers:  # else for the policy
+                wait.enter_context(waiting("worker", link.process.name))
 
         link.put(begin)
+        wait_for_worker()
         try:
             while not isinstance(message := await held.inbox.get(), End):
                 if isinstance(message, Ask):
                     answers[message.number] = asyncio.create_task(answer(message))
+                    wait_for_worker()
                 elif isinstance(message, Withdraw) and message.number in answers:
                     answers[message.number].cancel()
                 elif isinstance(message, Exception):
@@ -193,6 +204,7 @@ class AgentClient:
             raise
         finally:
             await cancelled(list(answers.values()))
+            wait.close()
             del link.held[begin.id]
         if message.error is not None:
             raise message.error

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome
 from lockstep.single_controller import FutureList, WorkerGroup
+from lockstep.utils import progress
 
 Ended = list[tuple[int, Outcome]]
 
@@ -222,6 +223,7 @@ class RolloutClient:
         pending = self._pending.get(request_id)
         if pending is None or pending.future.done():
             return
+        progress.moved()
         if isinstance(outcome, Exception):
             pending.future.set_exception(outcome)
         else:

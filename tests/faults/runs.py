@@ -147,6 +147,8 @@ class Lab:
             "PYTHONPATH": str(Path(__file__).parents[2]),
             MARK: self.mark,
         }
+        self.run_variables: dict[str, str] = {}
+        """Further environment variables of the next run."""
         self._server: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "Lab":
@@ -192,7 +194,7 @@ class Lab:
     ) -> Ended:
         """Run configuration `name` in `folder/run`. disturb: called once it is started. fresh: in a new interpreter."""
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
-        variables = {"TMPDIR": str(folder / "tmp")}
+        variables = {"TMPDIR": str(folder / "tmp")} | self.run_variables
         overrides = self.overrides(name, folder / "run")
         if fresh:
             return self._run_fresh(folder, overrides, variables)

@@ -24,6 +24,7 @@ from lockstep.models.tensor_group import tensor_group
 from lockstep.models.token_models import PolicyModel
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.fingerprint import fingerprint
+from lockstep.utils.out_of_memory import is_out_of_memory
 from lockstep.utils.progress import count
 from lockstep.utils.step_stop import generation_stopped
 
@@ -158,6 +159,10 @@ class RolloutEngine(ABC):
     def wake(self) -> None:  # noqa: B027
         """Undo `sleep`; the next request does so too."""
 
+    def lowered_limits(self) -> dict[str, float]:
+        """As metrics: what the engine does less of at once than configured, since it ran out of memory."""
+        return {}
+
     def released_bytes(self) -> int:
         """Device memory that torch counts as allocated although `sleep` released it."""
         return 0
@@ -288,6 +293,17 @@ def copy_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> Non
                     f"update_weights: {name} has shape {tuple(value.shape)}, but {shape} in the rollout model"
                 )
             state[name].copy_(value if split is None else split.take(name, value))
+
+
+def shortage_of(call: Callable[[], object]) -> str | None:
+    """Why memory did not suffice for the call; None if it did. What the call had allocated is free when this returns."""
+    try:
+        call()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return str(error).partition("\n")[0].partition(". GPU ")[0] or "MemoryError"
+    return None
 
 
 @contextmanager

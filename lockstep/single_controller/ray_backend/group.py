@@ -35,6 +35,7 @@ from lockstep.single_controller.ray_backend.reservation import StartedProcesses,
 from lockstep.single_controller.ray_backend.serialize import pack
 from lockstep.single_controller.worker import Place
 from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
+from lockstep.utils import heartbeat
 
 JOINING = (collect_dp_compute_data_proto, collect_nd_compute_dataproto)
 """Collect functions that copy the outputs into one batch."""
@@ -231,7 +232,9 @@ class RayWorkerGroup(WorkerGroup):
             "MASTER_PORT": str(port),
         }
         note = self.failure_note(rank, "__init__")
-        ref = self._processes.handles[rank].construct.remote(construct, place, environment, note)
+        role = "+".join(getattr(self.cls_with_init.cls, "roles", [])) or self.name
+        handle = self._processes.handles[rank]
+        ref = handle.construct.remote(construct, place, environment, note, role, heartbeat.current_link())
         return RayFuture(ref, self._site(rank, "__init__"))
 
     def _execute(

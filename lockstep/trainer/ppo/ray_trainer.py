@@ -29,7 +29,8 @@ from lockstep.data.loader import create_train_loader
 from lockstep.protocol import DataProto
 from lockstep.single_controller import Role
 from lockstep.trainer.ppo import forks
-from lockstep.trainer.ppo.audit import StepAudit, check_policy_version, is_gap_expected, max_staleness, rollout_gap
+from lockstep.trainer.ppo.audit import StepAudit, is_gap_expected, max_staleness
+from lockstep.trainer.ppo.data_order import DrawnPrompts
 from lockstep.trainer.ppo.metrics import (
     compute_balance_metrics,
     compute_data_metrics,
@@ -37,8 +38,10 @@ from lockstep.trainer.ppo.metrics import (
     compute_throughout_metrics,
     compute_timing_metrics,
 )
+from lockstep.trainer.ppo.reward_probe import RewardProbe
 from lockstep.trainer.ppo.rollout_repair import RolloutRepair
 from lockstep.trainer.ppo.rollout_sources import create_source
+from lockstep.trainer.ppo.round_trip import RoundTrip
 from lockstep.trainer.ppo.run_summary import log_summary
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.step_advantages import add_advantages, check_estimator
@@ -55,11 +58,14 @@ from lockstep.trainer.ppo.worker_calls import (
 from lockstep.trainer.ppo.worker_groups import WorkerGroups, compute_dtype, create_sampling, create_weight_sync
 from lockstep.trainer.run.interrupt import Interrupt, OnStep, StopRequested
 from lockstep.trainer.run.memory_check import with_chosen_sizes
+from lockstep.trainer.run.observer import StepObserver
 from lockstep.trainer.run.preemption import Patience
+from lockstep.trainer.run.smaller_micro_batches import SmallerMicroBatches
 from lockstep.trainer.run.step_profiler import StepProfiler, profiled_roles
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.utils import step_stop
 from lockstep.utils.audit import Audits
+from lockstep.utils.main_thread import taking_calls
 from lockstep.utils.progress import phase
 from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state
@@ -112,11 +118,20 @@ class PPOTrainer:
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step: the one that checkpoints save."""
         self.run = TrainingRun(config)
+        self.smaller = SmallerMicroBatches(config)
         self.audits = Audits(asdict(config.trainer.audit))
-        self.audit = StepAudit(self.audits, compute_dtype(config, workers.device))
+        self.audit = StepAudit(
+            self.audits,
+            compute_dtype(config, workers.device),
+            self.run.folder,
+            DrawnPrompts(config, self.train_dataloader),
+            RoundTrip(config, tokenizer, workers.agents, train_dataset),
+            RewardProbe(config, reward_fn),
+        )
         roles = profiled_roles(config, map(str, workers.roles))
         self.profiler = StepProfiler(config, roles, self.total_training_steps, workers.device)
         self.on_step: OnStep | None = None
+        self.observer = StepObserver()
         self._stop_line: step_stop.StopLine | None = None
         self.untested: dict[str, Any] | None = None
         """Metrics of the checkpoint's step, if there was no time for its validation; they are not tracked yet."""
@@ -128,7 +143,7 @@ class PPOTrainer:
         """
         if not self.run.is_open:
             self.start()
-        with self.run, interrupt or Interrupt(self.config.trainer.preemption_grace_s) as entered:
+        with self.run, interrupt or Interrupt(self.config.trainer.preemption_grace_s) as entered, taking_calls():
             if entered.grace_s is not None:
                 entered.patience = Patience(entered.grace_s)
             return self._loop(entered)
@@ -166,7 +181,8 @@ class PPOTrainer:
                         raise StopRequested
                     if interrupt.patience is not None:
                         interrupt.patience.step_begins()
-                    batch, metrics = self._train_step(prompts, timing)
+                    with self.audit.step(self.global_steps, self.num_updates, run.last_checkpoint):
+                        batch, metrics = self._train_step(prompts, timing)
                 except (StopRequested, KeyboardInterrupt) as error:
                     if isinstance(error, KeyboardInterrupt) and not step_stop.was_discarded():
                         raise
@@ -177,7 +193,8 @@ class PPOTrainer:
                 if can_validate and run.must_test(self.global_steps, last_step):
                     with marked_timer("testing", timing):
                         tested = self._validated(interrupt)
-            metrics |= (tested or {}) | self._step_metrics(batch, timing) | self.audits.log()
+            metrics |= (tested or {}) | self._step_metrics(batch, timing)
+            metrics |= self.audit.log() | self._out_of_memory_metrics()
             if tested is None:
                 self._save_checkpoint(metrics, is_tested=False)
                 return run.stopped(self.global_steps, interrupt.by)
@@ -200,7 +217,9 @@ class PPOTrainer:
         while True:
             self.epoch = self.train_dataloader.epoch
             for batch_dict in self.train_dataloader:
-                yield DataProto.from_single_dict(batch_dict)
+                batch = DataProto.from_single_dict(batch_dict)
+                self.audit.prompts.draw(self.audits, batch)
+                yield batch
                 if interrupt.requested:
                     raise StopRequested
 
@@ -211,9 +230,9 @@ class PPOTrainer:
 
         # 1. and 2. generate and reward
         batch, sampling_metrics = self.source.collect(prompts, step=self.global_steps, timing=timing)
-        self.audit.note_samples(batch)
+        self.audit.check_samples(batch)
         batch = forks.add_rows(batch, config.actor_rollout_ref.rollout, self.tokenizer.pad_token_id)
-        check_policy_version(batch, self.num_updates, max_staleness(config))
+        self.audit.check_versions(batch, self.num_updates, max_staleness(config))
         metrics |= sampling_metrics | compute_balance_metrics(batch, self.actor_rollout_wg.mesh("actor").dp_size)
 
         # 3. and 4. log-probs of policy and reference, and values; concurrent if their workers are separate
@@ -225,11 +244,11 @@ class PPOTrainer:
             "ref": self.ref_policy_wg if self.use_reference_policy else None,
             "values": self.critic_wg if self.use_critic else None,
         }
-        batch = forward_passes(batch, groups, config, timing)
+        batch = forward_passes(batch, groups, config, timing, self.audits)
         gap_is_expected = is_gap_expected(config)
         if old_log_probs == "pass":
             metrics |= compute_entropy_metrics(batch, config.actor_rollout_ref.actor.loss_agg_mode)
-            metrics |= rollout_gap(batch, self.audit.gap_bound, is_expected=gap_is_expected)
+            metrics |= self.audit.check_gap(batch, is_expected=gap_is_expected)
 
         # 5. advantages, on the controller
         with marked_timer("adv", timing):
@@ -241,8 +260,10 @@ class PPOTrainer:
         chosen.meta_info["rollout_gap"] = (
             "none" if old_log_probs == "pass" else "report" if gap_is_expected else "check"
         )
+        self.observer.updating(self, chosen)
         step_stop.commit()
         metrics |= self._update(chosen, timing)
+        self.observer.updated(self, batch)
 
         if (folder := config.trainer.rollout_data_dir) is not None:
             with marked_timer("dump_rollouts", timing):
@@ -284,6 +305,18 @@ class PPOTrainer:
             **compute_timing_metrics(batch, timing),
             **compute_throughout_metrics(batch, timing, n_gpus=self.workers.count),
         }
+
+    def _out_of_memory_metrics(self) -> dict[str, float]:
+        """What the workers' engines had to lower; several ranks lower nothing by themselves (`TaskRunner`)."""
+        for group in self._computing_groups():
+            if group.world_size == 1:
+                self.smaller.note(group.lowered_micro_batches()[0])
+        return self.smaller.metrics()
+
+    def _computing_groups(self) -> list[Any]:
+        """The groups with training engines; a user's class may not be able to lower its micro-batches."""
+        groups = {id(g): g for g in (self.actor_rollout_wg, self.ref_policy_wg, self.critic_wg, self.rm_wg)}
+        return [group for group in groups.values() if hasattr(group, "lowered_micro_batches")]
 
     def _validated(self, interrupt: Interrupt) -> dict[str, float] | None:
         """The metrics of a validation; None if `trainer.preemption_grace_s` leaves no time for it."""
@@ -348,7 +381,7 @@ class PPOTrainer:
             self.rm_wg.check_tokenizer(self.tokenizer.get_vocab())
         num_samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         self.sampling = self._sampling(workers.responder(self.tokenizer.pad_token_id, num_samples))
-        self.weight_sync = create_weight_sync(self.config, workers)
+        self.weight_sync = create_weight_sync(self.config, workers, self.audits)
         self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
         self.source.repair = self.repair = RolloutRepair(workers, self.weight_sync, self._rollout_is_repaired)
         workers.wait_ready()
@@ -370,6 +403,9 @@ class PPOTrainer:
         with ExitStack() as on_error:
             on_error.push(run)
             metrics = self._load_checkpoint(resume_from)
+            if self.smaller.sizes:
+                for group in self._computing_groups():
+                    group.limit_micro_batches(self.smaller.sizes)
             if self.train_dataloader is not None:
                 self.train_dataloader.check_state()
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
@@ -378,6 +414,7 @@ class PPOTrainer:
             if run.trains:
                 run.callback(self.source.close)
                 self.source.start(run.folder, self.global_steps, self.num_updates, run.last_checkpoint)
+                self.audit.prompts.start(self.source)
                 self._let_generation_end_early()
             run.open(self.global_steps, self.total_training_steps, None if self.untested is not None else metrics)
             timeline_dir = run.folder if run.trains else None
@@ -385,6 +422,7 @@ class PPOTrainer:
             on_error.pop_all()
         steps_per_epoch = len(self.train_dataloader or ())
         log_summary(self.config, self.workers, run.folder, self.total_training_steps, steps_per_epoch)
+        self.observer.started(self)
 
     def _let_generation_end_early(self) -> None:
         """With `trainer.preemption_grace_s`, connect the processes that generate, so that they can save in time."""
@@ -406,6 +444,7 @@ class PPOTrainer:
         self.global_steps, folder = found
         state = load_state(folder / TRAINER_STATE)
         self.num_updates = state.get("num_updates", max(0, self.global_steps - self.critic_warmup))
+        self.smaller.load(state)
         if self.use_critic:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"), self.num_updates)
@@ -413,6 +452,7 @@ class PPOTrainer:
             self.train_dataloader.load_state_dict(load_state(folder / LOADER_STATE))
         if state.get("kl_ctrl", "adaptive") == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl_in_reward.value = state["kl_coef"]
+        self.audit.probe.load(folder)
         metrics: dict[str, Any] = state["metrics"]
         self.untested = None if state.get("is_tested", True) else metrics
         return metrics
@@ -428,9 +468,10 @@ class PPOTrainer:
             for name, group in groups.items():
                 group.save_checkpoint(str(folder / name), step)
             self.source.save(folder)
+            self.audit.probe.save(folder)
 
         kl = {"kl_ctrl": self.config.algorithm.kl_ctrl.type, "kl_coef": self.kl_ctrl_in_reward.value}
-        state = {"num_updates": self.num_updates, "metrics": metrics} | kl
+        state = {"num_updates": self.num_updates, "metrics": metrics} | kl | self.smaller.state()
         state |= {} if is_tested else {"is_tested": False}
         self.run.save(step, write, self.loader_state, state)
         self.source.saved(step)

@@ -60,12 +60,12 @@ class Sampling:
         different scores.
         """
         if not self.filter.enable:
-            return self.scored(next(prompts), step=step, draw=0, timing=timing), {}
+            return self.scored(next_batch(prompts), step=step, draw=0, timing=timing), {}
         num_rows = self.config.data.train_batch_size * self.n
         kept: list[DataProto] = []
         while (num_kept := sum(map(len, kept))) < num_rows:
             self.filter.check(len(kept), num_kept // self.n)
-            batch = self.scored(next(prompts), step=step, draw=len(kept), timing=timing)
+            batch = self.scored(next_batch(prompts), step=step, draw=len(kept), timing=timing)
             kept.append(batch[self.filter.rows(batch)])
         return concat_scored(kept)[:num_rows], self.filter.metrics(len(kept))
 
@@ -152,6 +152,11 @@ class GroupFilter:
 
     def metrics(self, num_draws: int) -> dict[str, float]:
         return {"train/num_gen_batches": num_draws} if self.enable else {}
+
+
+def next_batch(batches: Iterator[DataProto]) -> DataProto:
+    with phase("read a batch"):
+        return next(batches)
 
 
 class FailureLimit:

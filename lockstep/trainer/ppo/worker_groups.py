@@ -34,6 +34,7 @@ from lockstep.trainer.ppo.run_agents import start_agent_workers
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling
 from lockstep.trainer.ppo.worker_calls import critic_warmup
 from lockstep.trainer.run.inputs import fetch_on_workers
+from lockstep.utils.audit import Audits
 from lockstep.weight_sync import Transport, WeightSync, canary_bound
 from lockstep.workers.agent_client import AgentClient
 
@@ -190,8 +191,8 @@ def create_sampling(config: PPOConfig, rollout_wg: Any, rm_wg: Any, reward_fn: R
     return AsyncSampling(config, rollout_wg, rm_wg, reward_fn, pad_token_id=pad_token_id)
 
 
-def create_weight_sync(config: PPOConfig, workers: WorkerGroups) -> WeightSync | None:
-    """None if the rollout uses the actor's tensors."""
+def create_weight_sync(config: PPOConfig, workers: WorkerGroups, audits: Audits) -> WeightSync | None:
+    """None if the rollout uses the actor's tensors. audits: get what the proof finds."""
     policy, device = config.actor_rollout_ref, torch.device(workers.device)
     is_colocated = workers.group(Role.ActorRollout) is not None
     if is_colocated and ROLLOUT_ENGINES.info(policy.rollout.name).shares_weights:
@@ -209,8 +210,8 @@ def create_weight_sync(config: PPOConfig, workers: WorkerGroups) -> WeightSync |
     if (command := policy.rollout.server.reload_command) is not None and transport != "none":
         stale = f"the server computes with other weights than those that actor_rollout_ref.rollout.server.reload_command={command} "
         stale += "was told to load; it must load {folder}, and end only when the server with the old weights no longer answers"
-        return WeightSync(actor_wg, rollout_wg, transport, bound, if_stale=stale)
-    return WeightSync(actor_wg, rollout_wg, transport, bound)
+        return WeightSync(actor_wg, rollout_wg, transport, bound, audits, if_stale=stale)
+    return WeightSync(actor_wg, rollout_wg, transport, bound, audits)
 
 
 def _with_schedule_length(section: Any, num_steps: int) -> Any:

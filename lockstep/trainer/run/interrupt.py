@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from lockstep.trainer.run.preemption import DISCARD, Patience
+from lockstep.trainer.run.preemption import Patience
 from lockstep.utils import step_stop
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,6 @@ class Interrupt:
                 raise KeyboardInterrupt
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._on_signal)
-            self._install_discard()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -111,9 +110,6 @@ class Interrupt:
         if self.patience is not None:
             self.patience.end()
             step_stop.end()
-
-    def _install_discard(self) -> None:
-        self._previous[DISCARD] = signal.signal(DISCARD, lambda number, frame: step_stop.discard())
 
     def stop(self, by: str) -> None:
         """Request a stop."""

@@ -8,18 +8,15 @@ The last complete step is saved then.
 """
 
 import logging
-import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 
-from lockstep.utils import step_stop
+from lockstep.utils import main_thread, step_stop
 
 logger = logging.getLogger(__name__)
 
-DISCARD = signal.SIGURG
-"""Signal to this process's main thread: `step_stop.discard`. Ignored by default."""
 MARGIN = 0.1
 """Share of the grace period that is kept for the end of the program."""
 UNKNOWN_SAVE = 0.5
@@ -88,14 +85,10 @@ class Patience:
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = threading.Timer(self.wait_s(), _discard)
+        self._timer = threading.Timer(self.wait_s(), main_thread.call, (step_stop.discard,))
         self._timer.daemon = True
         self._timer.start()
 
     def end(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-
-
-def _discard() -> None:
-    signal.pthread_kill(threading.main_thread().ident or 0, DISCARD)

@@ -15,7 +15,7 @@ from typing import Any
 
 from lockstep.observability.run_folder import RESTARTS
 from lockstep.observability.status_file import StatusFile
-from lockstep.single_controller.futures import RestartError
+from lockstep.single_controller.futures import HangError, RestartError
 from lockstep.utils.progress import phase
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class Restarts(ExitStack):
         return self.limit - self._num_counted
 
     def allows(self, error: RestartError) -> bool:
+        if isinstance(error, HangError) and not error.may_restart:
+            return False
         return not error.counts or self.left > 0
 
     def note(self, error: RestartError, checkpoint: Path | None) -> float:

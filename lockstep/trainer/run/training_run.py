@@ -22,10 +22,14 @@ from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.observability.run_folder import CONFIG
 from lockstep.observability.status_file import StatusFile
 from lockstep.observability.trackers import Tracking
+from lockstep.observability.watchdog.verdict import Culprit
+from lockstep.observability.watchdog.watchdog import Watchdog
 from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.run.errors import RunError
-from lockstep.trainer.run.failures import explain
+from lockstep.trainer.run.failures import explain, how_to_resume
+from lockstep.trainer.run.hang_exit import EXIT_CODE, HangExit
 from lockstep.trainer.run.memory_check import write_plan
+from lockstep.trainer.run.processes import controller_address
 from lockstep.trainer.run.remote_copies import RemoteCopies
 from lockstep.trainer.run.remote_store import RemoteStore, fetch_path, find_or_fetch, reach
 from lockstep.trainer.run.restarts import Restarts
@@ -37,6 +41,8 @@ from lockstep.trainer.run.run_config import (
     store_of,
     write_run_config,
 )
+from lockstep.utils.heartbeat import Link, current_link
+from lockstep.utils.progress import phase
 from lockstep.utils.state_file import save_state
 
 logger = logging.getLogger(__name__)
@@ -68,6 +74,10 @@ class TrainingRun(ExitStack):
         self.tracking: Any = None
         self._is_locked = False
         self._status: StatusFile | None = None
+        self._watchdog: Watchdog | None = None
+        self._hang_exit: HangExit | None = None
+        self.on_forced_end: Callable[[int], None] = lambda exit_code: None
+        """Called before the process is ended because the run is stuck and does not react."""
         self.restarts: Restarts | None = None
         self.is_open = False
 
@@ -95,13 +105,15 @@ class TrainingRun(ExitStack):
     def log_nothing_to_do(self, step: int, num_steps: int) -> None:
         logger.info("nothing to do: the run is already at step %d of %d", step, num_steps)
 
-    def lock(self, num_steps: int | None = None) -> None:
+    def lock(self, num_steps: int | None = None) -> Link | None:
         """Lock the folder, whose `status.json` then says that the run is running; no-op if it is locked.
 
         num_steps: of the whole run, if known.
+
+        Returns where the other processes of the run report to, if it is watched.
         """
         if self._is_locked:
-            return
+            return current_link()
         held: ExitStack = self.restarts or self
         if self.restarts is None or not self.restarts.has_lock:
             held.enter_context(RunLock(self.folder))
@@ -116,6 +128,41 @@ class TrainingRun(ExitStack):
         if self.restarts is not None:
             self.restarts.has_lock = True
             self.restarts.status = self._status
+        if self.trains and self.config.trainer.watchdog.enable:
+            self._watch()
+        return current_link()
+
+    def _watch(self) -> None:
+        """Start the watchdog (docs/watchdog.md)."""
+        config = self.config.trainer
+        ends = config.on_hang != "warn"
+        if ends:
+            self._hang_exit = self.enter_context(HangExit(config.on_hang == "restart", self._end_by_force))
+        host, role = controller_address(self.config)
+        try:
+            watchdog = Watchdog(config.watchdog, self.folder, host, role, self._on_hang if ends else None)
+        except OSError as error:  # no address to listen at
+            logger.warning("the run is not watched (trainer.watchdog): %s", error)
+            return
+        self._watchdog = self.enter_context(watchdog)
+        if self._status is not None:
+            self._status.watch = watchdog.status
+            self.callback(setattr, self._status, "watch", None)
+
+    def _on_hang(self, verdict: str, culprits: list[Culprit]) -> None:
+        """The watchdog has reported that the run is stuck, and it is to end."""
+        assert self._hang_exit is not None and self._watchdog is not None
+        self._hang_exit.end(verdict)
+        for culprit in culprits:
+            if not culprit.process.dump.answers:  # it would not end by itself either
+                self._watchdog.reporters.kill(culprit.process.state)
+
+    def _end_by_force(self, verdict: str) -> None:
+        if self._status is not None:
+            self._status.abandon(
+                f"{verdict.rstrip('.')}; the run ended early{how_to_resume(self.config, self.last_checkpoint)}"
+            )
+        self.on_forced_end(EXIT_CODE)
 
     def claim(self, resume_from: Path | None = None) -> tuple[int, Path] | None:
         """Lock the folder and find the checkpoint to resume from: its step and folder; None to start at step 0.
@@ -190,6 +237,8 @@ class TrainingRun(ExitStack):
             self._copies.submit(resumed)  # its copy may have been interrupted
         self.is_open = True
         self.callback(setattr, self, "is_open", False)
+        if self._hang_exit is not None:
+            self.push(self._hang_exit.unwinding)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Track the metrics of a step."""
@@ -198,9 +247,10 @@ class TrainingRun(ExitStack):
             self.restarts.step = step
             if self.restarts.count:
                 extra = extra | {"training/restarts": self.restarts.count}
-        self.tracking.log(data=metrics | extra, step=step)
-        if self._status is not None:
-            self._status.log(metrics, step)
+        with phase("log metrics"):
+            self.tracking.log(data=metrics | extra, step=step)
+            if self._status is not None:
+                self._status.log(metrics, step)
 
     def _note_failure(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Give `status.json` the line that the user gets."""

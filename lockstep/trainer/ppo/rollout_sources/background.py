@@ -21,6 +21,7 @@ from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupId, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.utils import step_stop
+from lockstep.utils.progress import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,8 @@ class BackgroundRollout:
             for task in tasks:
                 self._loop.call_soon_threadsafe(task.cancel)
 
-        with step_stop.given_up_by(cancel):
+        name = f"rollout thread, {coroutine.__name__.strip('_')}"
+        with waiting("queue", name), step_stop.given_up_by(cancel):
             result = asyncio.run_coroutine_threadsafe(cancellable(), self._loop).result()
             then(result)
             return result

@@ -1,5 +1,6 @@
 """Where a training step gets its samples from: the interface, and what asynchronous sources share."""
 
+import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.trainer.ppo.sampling import concat_scored
-from lockstep.utils import step_stop
+from lockstep.utils import heartbeat, step_stop
 from lockstep.utils.progress import phase
 from lockstep.utils.state_file import has_state, load_state, save_state
 from lockstep.utils.timing import marked_timer
@@ -28,6 +29,10 @@ from lockstep.weight_sync import WeightSync
 T = TypeVar("T")
 STATE = "rollouts"
 """File of a checkpoint: groups that were drawn from the data and not trained on."""
+
+
+QUEUES = ("waiting", "running", "finished")
+"""Lists of a `GroupSchedule`, whose lengths are in the watchdog's reports."""
 
 
 class RolloutSource(ABC):
@@ -79,6 +84,15 @@ class RolloutSource(ABC):
         """Inside, the rollout has the actor's weights and generates nothing: others may use it."""
         return nullcontext()
 
+    def pending(self) -> list[DataProto]:
+        """Prompts that were drawn and that no step has trained on yet."""
+        return []
+
+    @property
+    def num_dropped(self) -> int:
+        """Prompts that were dropped on purpose since the start."""
+        return 0
+
     def save(self, folder: Path) -> None:  # noqa: B027
         """Write the state into the folder of a checkpoint."""
 
@@ -127,9 +141,11 @@ class AsyncSource(RolloutSource):
             self.sync_metrics = state.get("sync_metrics", {})
             self.is_updated = state.get("is_updated", False)
             num_samples = self.config.actor_rollout_ref.rollout.n
-            self.schedule.restore([_group_of(group, num_samples) for group in state["groups"]], step + 1)
+            self.schedule.restore([group_of_state(group, num_samples) for group in state["groups"]], step + 1)
         self.rollout = BackgroundRollout(self.sampling.sampler, self.schedule, self.journal, self.sampling.filter.keeps)
         self._last_collect = time.perf_counter()
+        for name in QUEUES:
+            heartbeat.set_gauge(f"{name} groups", functools.partial(_length, self.schedule, name))
 
     def collect(
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
@@ -139,7 +155,7 @@ class AsyncSource(RolloutSource):
         with marked_timer("gen", timing), phase("generate"):
             groups = self.repairing(lambda: self._take(prompts, step))
         self.journal.train(step, groups)
-        batch = _batch_of(groups, step)
+        batch = batch_of_groups(groups, step)
         now = time.perf_counter()
         elapsed_s = now - self._last_collect
         self._last_collect = now
@@ -160,6 +176,13 @@ class AsyncSource(RolloutSource):
         self.is_updated = False
         self._rollout.recover()
 
+    def pending(self) -> list[DataProto]:
+        return [group.prompt for group in self._rollout.groups()]
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self._rollout.num_dropped.values())
+
     def save(self, folder: Path) -> None:
         self.journal.sync()
         state = {
@@ -174,6 +197,8 @@ class AsyncSource(RolloutSource):
         self.journal.checkpoint(step)
 
     def close(self) -> None:
+        for name in QUEUES:
+            heartbeat.set_gauge(f"{name} groups", None)
         if self.rollout is not None:
             self.rollout.close()
             self.journal.close()
@@ -200,6 +225,10 @@ class AsyncSource(RolloutSource):
             self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
 
 
+def _length(schedule: GroupSchedule, queue: str) -> int:
+    return len(getattr(schedule, queue))
+
+
 def num_groups(checkpoint: Path) -> int:
     """Groups of a checkpoint that were drawn from the data and not trained on."""
     return len(load_state(checkpoint / STATE)["groups"]) if has_state(checkpoint / STATE) else 0
@@ -217,7 +246,8 @@ def staleness_metrics(batch: DataProto, policy_version: int) -> dict[str, float]
     }
 
 
-def _batch_of(groups: list[Group], step: int) -> DataProto:
+def batch_of_groups(groups: list[Group], step: int) -> DataProto:
+    """What a step trains on: the samples of finished groups."""
     parts = []
     for group in groups:
         assert group.samples is not None
@@ -234,7 +264,7 @@ def _state_of(group: Group) -> dict[str, Any]:
     return {"id": list(group.id), "started": group.started, "prompt": group.prompt.to_state(), "samples": samples}
 
 
-def _group_of(state: dict[str, Any], num_samples: int) -> Group:
+def group_of_state(state: dict[str, Any], num_samples: int) -> Group:
     """num_samples: a group with another number, because the user changed it, is sampled again."""
     samples = None if state["samples"] is None else DataProto.from_state(state["samples"])
     if samples is not None and len(samples) != num_samples:
