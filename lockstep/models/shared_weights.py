@@ -9,7 +9,7 @@ The trainer's module may be sharded, hooked and checkpointing its activations; t
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -43,9 +43,14 @@ _EMPTY = "_lockstep_left_empty"
 
 def share_weights(module: nn.Module, model: nn.Module) -> None:
     """Let the rollout's module use the model's own tensors as its parameters and buffers."""
-    for name, tensor in chain(model.named_parameters(remove_duplicate=False), model.named_buffers()):
+    for name, tensor in shared_tensors(model):
         _set(module, name, tensor)
     _check_complete(module)
+
+
+def shared_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What `share_weights` shares, by name."""
+    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
 
 
 def copy_gathered(module: nn.Module, weights: Iterable[tuple[str, Tensor]], model: nn.Module) -> None:

@@ -135,13 +135,19 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "perf/total_num_tokens": "tokens of the step",
         "perf/max_memory_<allocated,reserved>_gb": "peak GPU memory since the start, in GiB",
         "perf/max_memory_allocated_gb/<phase>": "peak GPU memory of the last run of a phase",
+        "perf/out_of_memory_retries": "mini-batches and forward passes that were computed again in smaller micro-batches, and restarts for it, since the start of the run; only after the first (docs/reliability.md)",
+        "perf/micro_batch_size/<phase>": "tokens, or sequences, of a micro-batch that out of memory has lowered",
         "perf/memory_used_gb/<phase>": "GPU memory in use at its end, by all processes",
+        "perf/rollout_limit/<max_num_seqs,max_num_batched_tokens,kv_blocks>": "what the rollout does at once since generation ran out of memory (docs/reliability.md); absent if it did not",
         "global_seqlen/<min,max,mean,minmax_diff>": "tokens per rank if rows were dealt out in order",
         "global_seqlen/<balanced_min,balanced_max>": "tokens per rank after balancing (`trainer.balance_batch`)",
     },
     "Progress": {
         "training/global_step": "number of the step",
         "training/epoch": "passes over the training rows, from 0",
+        "training/agent_workers_replaced": "agent workers that died and were replaced so far (docs/agents.md); absent before the first",
+        "training/rollout_repairs": "how often the rollout's dead processes or servers were replaced so far (docs/reliability.md); absent before the first",
+        "training/restarts": "restarts of the workers in this command so far (docs/reliability.md); absent before the first",
     },
 }
 

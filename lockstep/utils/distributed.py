@@ -87,6 +87,25 @@ def least_of_ranks(number: int) -> int:
     return int(least)
 
 
+def summed_over_ranks(*values: float) -> tuple[float, ...]:
+    """Each value summed over all ranks; collective."""
+    if current_world_size() == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(total)
+    return tuple(total.tolist())
+
+
+def merged_over_ranks(entries: Mapping[str, str]) -> dict[str, str]:
+    """The entries of all ranks, those of the lowest rank where several have one; collective."""
+    if least_of_ranks(int(not entries)):
+        return {}
+    everyones: list[Any] = [dict(entries)] * current_world_size()
+    if len(everyones) > 1:
+        dist.all_gather_object(everyones, dict(entries))
+    return {name: text for own in reversed(everyones) for name, text in own.items()}
+
+
 def wait_for_all_ranks() -> None:
     least_of_ranks(0)
 

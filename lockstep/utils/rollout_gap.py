@@ -170,6 +170,11 @@ class RolloutGap:
         self._sums.append(HostCopy(torch.cat([totals.double(), _bucket_sums(distance, chosen)])))
         self._largest.append(HostCopy(difference.max()))
 
+    def restart(self) -> None:
+        """Drop all parts: they are computed again."""
+        self._sums.clear()
+        self._largest.clear()
+
     def sums(self) -> list[float]:
         """The argument of `metrics` and `GapBound.problem`, summed over this rank's parts; sum them over ranks as well."""
         if not self._sums:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lockstep.protocol import DataProto
 from lockstep.single_controller import FutureList, WorkerGroup
-from lockstep.utils.audit import AuditError
+from lockstep.utils.audit import AuditError, Audits
 from lockstep.weight_sync.proof import CANARY_METRIC, Fingerprints, canary_gap, check_fingerprints, measured_bound
 
 logger = logging.getLogger(__name__)
@@ -26,15 +26,23 @@ class WeightSync:
     """actor, rollout: worker groups, the same one if transport is in_process.
 
     bound: of the canary's gap, see `canary_bound`; after the first update as measured there.
+    audits: what becomes of a proof that fails, and whether there is one (`trainer.audit.weights`); by default it is an AuditError.
     if_stale: the likely cause of a larger gap, for the message.
     """
 
     def __init__(
-        self, actor: WorkerGroup, rollout: WorkerGroup, transport: Transport, bound: float, if_stale: str = IF_STALE
+        self,
+        actor: WorkerGroup,
+        rollout: WorkerGroup,
+        transport: Transport,
+        bound: float,
+        audits: Audits | None = None,
+        if_stale: str = IF_STALE,
     ) -> None:
         self.actor: Any = actor
         self.rollout: Any = rollout
         self.bound = bound
+        self._audits = audits or Audits({})
         self._if_stale = if_stale
         self._is_measured = False
         self.layout = self.actor.weight_layout()[0]
@@ -46,33 +54,54 @@ class WeightSync:
             "in_process": self._in_process,
             "none": lambda version: ({}, self.rollout.keep_weights(version)),
         }[transport]
-        if transport == "nccl":
-            address, port = self.actor.open_weight_group()
-            size = self.rollout.world_size + 1
-            joined = [group.join_weight_group(address, port, size) for group in (self.actor, self.rollout)]
-            FutureList([future for futures in joined for future in futures]).get()
+        self._has_group = transport == "nccl"
+        if self._has_group:
+            self._join()
+
+    def _join(self) -> None:
+        """The broadcast group of actor and rollout."""
+        address, port = self.actor.open_weight_group()
+        size = self.rollout.world_size + 1
+        joined = [group.join_weight_group(address, port, size) for group in (self.actor, self.rollout)]
+        FutureList([future for futures in joined for future in futures]).get()
+
+    def reconnect(self) -> None:
+        """The rollout's processes are new."""
+        self.rollout.expect_weights(self.layout)
+        if self._has_group:
+            self._join()
 
     def run(self, version: int) -> dict[str, float]:
-        """Update the rollout, whose samples then carry `version`; AuditError if it does not hold the actor's weights."""
+        """Update the rollout, whose samples then carry `version`, and prove that it holds the actor's weights."""
         start = time.perf_counter()
-        check_fingerprints(*self._send(version), version)
+        fingerprints = self._send(version)
         sent = time.perf_counter()
+        metrics = {"weight_sync/send_s": sent - start, "weight_sync/gb": self.num_bytes / 1e9}
+        if not self._audits.checks("weights"):
+            return metrics
+        try:
+            check_fingerprints(*fingerprints, version)
+        except AuditError as error:
+            self._audits.found("weights", str(error))
         gap = self._canary_gap()
         if not gap <= self.bound:
-            self.rollout.drop_cached_prefixes()
-            cause = self._if_stale
-            if self._canary_gap() <= self.bound:
-                cause = "its prefix cache holds keys and values of earlier weights"
-            raise AuditError(
-                f"after update {version} the rollout's log-probs of the canary text differ from the trainer's by {gap:.4g} (bound "
-                f"{self.bound:g}): {cause}; its samples would not come from this policy"
-            )
-        if not self._is_measured:
+            self._audits.found("weights", self._why_stale(version, gap))
+        elif not self._is_measured:
             self._is_measured = True
             self.bound = measured_bound(self.bound, gap)
             self._list_unread()
-        times = {"weight_sync/send_s": sent - start, "weight_sync/canary_s": time.perf_counter() - sent}
-        return {CANARY_METRIC: gap, **times, "weight_sync/gb": self.num_bytes / 1e9}
+        return metrics | {CANARY_METRIC: gap, "weight_sync/canary_s": time.perf_counter() - sent}
+
+    def _why_stale(self, version: int, gap: float) -> str:
+        """The message about a canary's gap; empties the prefix cache, which may be the cause."""
+        self.rollout.drop_cached_prefixes()
+        cause = self._if_stale
+        if self._canary_gap() <= self.bound:
+            cause = "its prefix cache holds keys and values of earlier weights"
+        return (
+            f"after update {version} the rollout's log-probs of the canary text differ from the trainer's by {gap:.4g} (bound "
+            f"{self.bound:g}): {cause}; its samples would not come from this policy"
+        )
 
     def _list_unread(self) -> None:
         """Log what the fingerprints do not prove."""

@@ -11,7 +11,7 @@ With LoRA the reference is the actor with its adapters off: no role loads a seco
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig
 from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.engines.rollout.rollout_engine import (
     IdleEngine,
+    ModuleEngine,
     RolloutEngine,
     check_request,
     create_rollout_engine,
@@ -27,14 +28,16 @@ from lockstep.engines.rollout.rollout_engine import (
     rollout_dtype,
 )
 from lockstep.engines.train import EngineModel, TrainEngine, create_train_engine
+from lockstep.engines.train.audit import ReferenceAudit, UpdateAudit
 from lockstep.models.loading import load_hf_config, model_folder, resolve_dtype
+from lockstep.models.model_check import check_batch
 from lockstep.models.router_replay import check_balance_loss
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
 from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.protocol.require import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from lockstep.utils.audit import Audits
+from lockstep.utils import step_stop
 from lockstep.utils.checkpoint_folder import checkpoint_folder
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
@@ -42,9 +45,9 @@ from lockstep.utils.model_path import revision_of
 from lockstep.utils.rollout_gap import GapBound, RolloutGap
 from lockstep.weight_sync import WeightSyncWorker
 from lockstep.weight_sync.proof import MAX_NEW, canary_prompt
-from lockstep.workers.losses import ExpertLoad, SplitCheck, actor_loss_fn, require_finite_loss
+from lockstep.workers.losses import ExpertLoad, SplitCheck, actor_loss_fn, has_advantages
 from lockstep.workers.rollout_batch import batch_of, recorded_routes, requests_of, sampling_params
-from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches
+from lockstep.workers.updates import MetricMeans, limits_of, micro_batching, mini_batches, num_mini_batches
 
 _KEY = "actor_rollout_ref.model"
 MAX_STEPS = 8
@@ -85,7 +88,8 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                 check_balance_loss(load_hf_config(config.model, _KEY), "actor_rollout_ref.actor.router_aux_loss_coef")
             self.actor = self._engine(config.actor)
             self.gap_bound = GapBound(resolve_dtype(engine_settings(config.actor).dtype, self.device))
-            self._split_check = SplitCheck()
+            self._audit = self._update_audit()
+            self._split_check = SplitCheck(partial(self._audit.problem, "micro_batch_split"))
             self._register_dispatch_collect_info("actor", self.actor.dp_rank, self.actor.group_rank == 0)
         if self.is_rollout:
             num_generating = (config.rollout.n_gpus if self.is_actor else None) or self.world_size
@@ -117,6 +121,9 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         elif self.is_ref:
             self.ref = self._engine(config.ref)
         if hasattr(self, "ref"):
+            role = config.actor if self.is_actor and config.model.lora_rank else config.ref
+            dtype = resolve_dtype(engine_settings(role).dtype, self.device)
+            self._ref_audit = ReferenceAudit(self.ref, dtype, has_own_weights=role is config.ref)
             self._register_dispatch_collect_info("ref", self.ref.dp_rank, self.ref.group_rank == 0)
 
     def _engine(self, role: ActorConfig | RefConfig) -> TrainEngine:
@@ -132,6 +139,11 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             router_key=router_key(self.config) if isinstance(role, ActorConfig) else None,
         )
         return create_train_engine(role.strategy, spec, self.device)
+
+    def _update_audit(self) -> UpdateAudit:
+        actor = self.config.actor
+        dtype = resolve_dtype(engine_settings(actor).dtype, self.device)
+        return UpdateAudit(self.actor, dtype, self.device, actor.grad_clip)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -152,12 +164,20 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         shares = self.is_actor and self.rollout.info.shares_weights
         weights = self.actor.lend_weights(self.generator) if shares else nullcontext()
         with weights:
+            if shares:
+                module = self.rollout.module if isinstance(self.rollout, ModuleEngine) else None
+                self._audit.check_lent(module, self.rollout.policy_version)
             self.restore_weights()
             self.rollout.wake()
             with self.memory.phase("gen"):
                 yield
             if self.config.rollout.free_cache_engine and not stay_awake:
                 self.rollout.sleep()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def listen_for_stop(self, address: tuple[str, int]) -> None:
+        """End the generation of a batch early when the controller calls (`StopLine`)."""
+        step_stop.listen(address)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_generation(self) -> None:
@@ -248,14 +268,20 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"), blocking=False)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         with self.memory.phase("ref"), self.ref.adapters_off():
+            self.ref.onload()
+            rows = check_batch(self.tokenizer.vocab_size)
+            findings = self._ref_audit.check(data.meta_info.get("audit", {}), rows, temperature=self._temperature)
             out = self._log_probs(self.ref, self.config.ref, data)
-        return data.outputs({"ref_log_prob": out["log_probs"]})
+        outputs = data.outputs({"ref_log_prob": out["log_probs"]})
+        outputs.meta_info["findings"] = findings
+        return outputs
 
     def _log_probs(
         self, engine: TrainEngine, sizes: RolloutConfig | RefConfig, data: DataProto, **options: Any
     ) -> dict[str, torch.Tensor]:
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
         micro = micro_batching(
+            "old log-probs" if isinstance(sizes, RolloutConfig) else "reference log-probs",
             sizes.log_prob_micro_batch_size_per_gpu,
             sizes.log_prob_use_dynamic_bsz,
             sizes.log_prob_max_token_len_per_gpu,
@@ -280,7 +306,10 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         require(data, "input_ids", "responses", "response_mask", "advantages", "mini_batch")
         config, engine = self.config.actor, self.actor
         micro = micro_batching(
-            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+            "update actor",
+            config.ppo_micro_batch_size_per_gpu,
+            config.use_dynamic_bsz,
+            config.ppo_max_token_len_per_gpu,
         )
         no_pass = "old_log_probs" not in data.tensors  # which would have reported the entropy
         with_entropy = config.entropy_coeff != 0 or config.calculate_entropy or no_pass
@@ -290,37 +319,63 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         load = ExpertLoad() if config.router_aux_loss_coef else None
         has_routes = "routed_experts" in data.tensors
         gap = None if data.meta_info["rollout_gap"] == "none" else RolloutGap()
-        audits = Audits(data.meta_info.get("audit", {}))
         distance: dict[str, float] = {}
         means = MetricMeans()
+        options["temperature"] = self._temperature
+        audit, levels = self._audit, data.meta_info.get("audit", {})
         engine.onload(optimizer=True, ahead=True)
+        audit.begin(levels, num_mini_batches(data))
+        check = self._split_check if audit.audits.checks("micro_batch_split") else None
         with self.memory.phase("update_actor"):
             for rows, info in mini_batches(data, config.loss_scale_factor):
-                loss_fn = actor_loss_fn(config, info, data.meta_info["prepared"], gap, self._split_check, load)
+                prepared = data.meta_info["prepared"]
+                loss_fn = actor_loss_fn(config, info, prepared, gap, check, load)
                 if has_routes:
                     replays = config.router_replay.mode != "disabled"
                     options["routes"] = "replay" if replays else "compare" if gap is not None else None
-                metrics = engine.forward_backward(rows, loss_fn, micro, temperature=self._temperature, **options)
-                require_finite_loss(metrics, "actor/pg_loss")
+                audit.check_split(rows, actor_loss_fn(config, info, prepared), micro, **options)
+                metrics = engine.forward_backward(rows, loss_fn, micro, **options)
+                if load is not None:
+                    load.keep()
+                audit.check_loss(metrics, "actor/pg_loss")
                 if gap is not None:
                     sums = engine.global_sum(*gap.sums())
                     distance = gap.metrics(sums)
-                    if data.meta_info["rollout_gap"] == "check" and (problem := self.gap_bound.problem(sums)):
-                        audits.found("rollout_gap", problem)
+                    if data.meta_info["rollout_gap"] == "check":
+                        audit.problem("rollout_gap", self.gap_bound.problem(sums))
                     gap = None
-                metrics["actor/grad_norm"] = engine.optimizer_step()
+                # later the loss can be clipped everywhere
+                has_gradient = not len(means) and has_advantages(rows)
+                metrics["actor/grad_norm"] = audit.optimizer_step(expects_gradient=has_gradient)
                 means.add(metrics)
         metrics = means.result() | distance | {"actor/lr": engine.learning_rate} | self.memory.metrics()
+        if self.is_rollout:
+            metrics |= self.rollout.lowered_limits()
         if load is not None:
             metrics |= load.metrics(engine)
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         self.has_trained = True
         engine.schedule_step()
+        findings = audit.end()
         engine.offload()
         if self.is_rollout and self.rollout.info.shares_weights:
             self.rollout.policy_version += 1
-        return DataProto(meta_info={"metrics": metrics, "findings": audits.take_findings()})
+        return DataProto(meta_info={"metrics": metrics, "findings": findings})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def limit_micro_batches(self, sizes: dict[str, int]) -> None:
+        """Use at most these sizes from now on, by config key."""
+        for limits in limits_of(*self._engines()):
+            limits.set(sizes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def lowered_micro_batches(self) -> list[tuple[str, int]]:
+        """Config keys and sizes that out of memory has lowered since the last call, in order."""
+        return [lowered for limits in limits_of(*self._engines()) for lowered in limits.take()]
+
+    def _engines(self) -> list[TrainEngine | None]:
+        return [getattr(self, "actor", None), getattr(self, "ref", None)]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str, global_step: int = 0) -> None:
@@ -336,6 +391,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         """policy_version: of the checkpoint's weights."""
         self.actor.onload(optimizer=True)
         self.actor.load(checkpoint_folder(local_path), self.config.actor.checkpoint.load_contents)
+        self._audit.forget()
         self.has_trained = True
         self.actor.offload()
         if self.is_rollout and self.rollout.info.shares_weights:

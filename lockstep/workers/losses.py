@@ -1,7 +1,7 @@
 """The loss functions that workers pass to their engines, composed from `algorithms`."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -15,6 +15,8 @@ from lockstep.algorithms.losses.value import compute_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.engines.train.train_engine import LossFn, TrainEngine
+from lockstep.protocol.columns import Batch
+from lockstep.protocol.tokens import entries
 from lockstep.registry import defined_at, describe
 from lockstep.utils.audit import AuditError
 from lockstep.utils.rollout_gap import RolloutGap
@@ -88,7 +90,20 @@ def actor_loss_fn(
             check(loss_of, outputs, rows, f"policy loss {defined_at(policy_loss)}")
         return loss_of(outputs, rows)
 
+    def restart() -> None:
+        if gap is not None:
+            gap.restart()
+        if load is not None:
+            load.restart()
+
+    loss_fn.restart = restart  # type: ignore[attr-defined]
     return loss_fn
+
+
+def has_advantages(rows: Batch) -> bool:
+    """Whether a token has an advantage that is not zero."""
+    advantages, mask = entries(rows, "advantages", "response_mask")
+    return bool((advantages * mask).any())
 
 
 class ExpertLoad:
@@ -96,12 +111,21 @@ class ExpertLoad:
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
+        self._kept: Tensor | None = None
 
     @torch.no_grad()
     def add(self, load: Tensor) -> None:
         """(B, layers, experts) of one part."""
         part = load.sum(0).double()
         self._sum = part if self._sum is None else self._sum + part
+
+    def keep(self) -> None:
+        """The mini-batch is complete."""
+        self._kept = self._sum
+
+    def restart(self) -> None:
+        """Drop the parts since the last `keep`: they are computed again."""
+        self._sum = self._kept
 
     def metrics(self, engine: TrainEngine) -> dict[str, float]:
         """The largest load of an expert relative to the mean, averaged over layers; collective."""
@@ -132,13 +156,15 @@ class SplitCheck:
     """Checks once per run that the loss of some rows, and its gradient, is the sum over two parts of them.
 
     Losses are summed over micro-batches, so another loss would depend on how many there are.
+    report: is told what is wrong; without it that is an AuditError.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[str], None] | None = None) -> None:
         self.is_done = False
+        self._report = report
 
     def __call__(self, loss_fn: LossFn, outputs: dict[str, Tensor], rows: TensorDict, name: str) -> None:
-        """AuditError if they differ; without a gradient, the next micro-batch is checked."""
+        """Report if they differ; without a gradient, the next micro-batch is checked."""
         if self.is_done:
             return
         if len(rows) == 1:
@@ -157,24 +183,19 @@ class SplitCheck:
         scale = max(sum(float(value.abs().sum()) for value in parts) for parts in (whole, split))
         self.is_done = scale > 0
         if any(float((one - two).abs().sum()) > SPLIT_TOLERANCE * scale for one, two in zip(whole, split)):
-            raise AuditError(
+            message = (
                 f"{name}: the loss of {len(rows)} rows is {float(whole[0]):.4g} (norm of its gradient {_norm(whole):.4g}), but "
                 f"{float(split[0]):.4g} ({_norm(split):.4g}) in two micro-batches. The loss must be a sum over rows, divided by "
                 "counts of the whole mini-batch: call `agg_loss(loss_mat, response_mask, loss_agg_mode)`, or divide by "
                 "config.global_batch_info"
             )
+            if self._report is None:
+                raise AuditError(message)
+            self._report(message)
 
 
 def _norm(loss_and_gradients: list[Tensor]) -> float:
     return math.hypot(*(float(gradient.norm()) for gradient in loss_and_gradients[1:]))
-
-
-def require_finite_loss(metrics: dict[str, float], key: str) -> None:
-    """AuditError if the loss is not a number, which a gradient of zero would hide."""
-    if not math.isfinite(metrics[key]):
-        raise AuditError(
-            f"{key} is {metrics[key]}: the loss is not a finite number, so this step would train on nothing"
-        )
 
 
 def critic_loss_fn(config: CriticConfig, info: dict[str, Any]) -> LossFn:

@@ -6,20 +6,37 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.engines.train.train_engine import MicroBatching
+from lockstep.config.micro_batches import RL
+from lockstep.engines.train.micro_batch_limits import MicroBatchLimits
+from lockstep.engines.train.token_engine import TokenEngine
+from lockstep.engines.train.train_engine import MicroBatching, TrainEngine
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import Batch
 from lockstep.utils.progress import phase
 
 
-def micro_batching(num_rows: int | None, use_dynamic_bsz: bool | None, max_tokens: int) -> MicroBatching:
-    return MicroBatching(max_tokens=max_tokens) if use_dynamic_bsz else MicroBatching(num_rows=num_rows)
+def micro_batching(phase: str, num_rows: int | None, use_dynamic_bsz: bool | None, max_tokens: int) -> MicroBatching:
+    """phase: whose keys these are (`config/micro_batches.py`)."""
+    if use_dynamic_bsz:
+        return MicroBatching(max_tokens=max_tokens, key=RL[phase].tokens)
+    return MicroBatching(num_rows=num_rows, key=RL[phase].rows)
+
+
+def limits_of(*engines: TrainEngine | None) -> list[MicroBatchLimits]:
+    """The limits on micro-batches after out of memory, of engines that have them; None is skipped."""
+    distinct = {id(engine): engine for engine in engines}
+    return [engine.limits for engine in distinct.values() if isinstance(engine, TokenEngine)]
+
+
+def num_mini_batches(data: DataProto) -> int:
+    """Of the update: optimizer steps that it takes."""
+    return int(data.meta_info["num_repeats"]) * len(data.meta_info["mini_batches"])
 
 
 def mini_batches(data: DataProto, loss_scale_factor: float | None = None) -> Iterator[tuple[Batch, dict[str, Any]]]:
     """This rank's rows of each mini-batch, and the counts over all ranks that normalize its loss."""
     number, all_counts = data.tensors["mini_batch"], data.meta_info["mini_batches"]
-    num_steps = data.meta_info["num_repeats"] * len(all_counts)
+    num_steps = num_mini_batches(data)
     for step in range(num_steps):
         i = step % len(all_counts)
         rows = data.tensors if len(all_counts) == 1 else data.tensors[number == i]
@@ -37,6 +54,10 @@ class MetricMeans:
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
+
+    def __len__(self) -> int:
+        """Steps that were added."""
+        return max(map(len, self._values.values()), default=0)
 
     def add(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():

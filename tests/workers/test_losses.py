@@ -15,7 +15,7 @@ from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.policy_loss import PolicyLossConfig
 from lockstep.utils.audit import AuditError
 from lockstep.utils.masked import masked_mean
-from lockstep.workers.losses import SplitCheck, actor_loss_fn, require_finite_loss
+from lockstep.workers.losses import SplitCheck, actor_loss_fn
 
 INFO = {"dp_size": 1, "batch_num_tokens": 20, "global_batch_size": 6, "loss_scale_factor": None}
 
@@ -90,12 +90,6 @@ def test_a_wrong_return_value_is_named(loss: Any, found: str) -> None:
     outputs, rows = micro_batch()
     with pytest.raises(ValueError, match=rf"loss_mode: {loss.__name__} \(.*test_losses.py:\d+\) must return .*{found}"):
         actor_loss_fn(config_of(loss), INFO)(outputs, rows)
-
-
-def test_a_loss_that_is_not_a_number_stops_the_run() -> None:
-    require_finite_loss({"actor/pg_loss": 0.5}, "actor/pg_loss")
-    with pytest.raises(AuditError, match="actor/pg_loss is nan"):
-        require_finite_loss({"actor/pg_loss": float("nan")}, "actor/pg_loss")
 
 
 def scaled(

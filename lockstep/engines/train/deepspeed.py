@@ -27,7 +27,7 @@ from lockstep.engines.train.deepspeed_settings import DeepSpeedSettings, build_s
 from lockstep.engines.train.loss_scale import LossScale
 from lockstep.engines.train.lr_schedule import build_schedule
 from lockstep.engines.train.offload import PinnedBuffer, move_parameters
-from lockstep.engines.train.optimizer import fused_adamw
+from lockstep.engines.train.optimizer import fused_adamw, steps_taken
 from lockstep.engines.train.sharding import decoder_layers
 from lockstep.engines.train.state import load_extra, save_extra
 from lockstep.engines.train.token_engine import TokenEngine
@@ -37,7 +37,7 @@ from lockstep.engines.train.zero_state import ZeroState
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.lora_identity import check_identity
 from lockstep.models.packed_weights import in_packed_order, pack_weights
-from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights
+from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights, shared_tensors
 from lockstep.models.split_weights import split_of
 from lockstep.models.token_models import ScalarModel, TokenModel
 from lockstep.models.weight_source import WeightSource
@@ -185,6 +185,10 @@ class DeepSpeedEngine(TokenEngine):
                 yield name, whole
         weights.close()
 
+    @property
+    def _can_retry(self) -> bool:
+        return False  # DeepSpeed counts micro-batches, and has reduced a part of the gradient
+
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         # The gradient is the sum of the ranks' shares; DeepSpeed takes their mean.
         self._wrapped.set_gradient_accumulation_boundary(is_last)
@@ -212,6 +216,27 @@ class DeepSpeedEngine(TokenEngine):
     def _norm_at_stage_0(self) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients))
+
+    def step_counts(self) -> tuple[int, int]:
+        return steps_taken(self._wrapped.basic_optimizer), self.schedule.last_epoch
+
+    def trained_tensors(self) -> dict[str, Tensor]:
+        groups = self._wrapped.basic_optimizer.param_groups
+        return {str(number): p.detach() for number, p in enumerate(p for group in groups for p in group["params"])}
+
+    def frozen_tensors(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = dict(self.model.named_buffers())
+        frozen = ((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)
+        return found | {name: getattr(p, "ds_tensor", p).detach() for name, p in frozen}
+
+    def lent_weights(self, number: int) -> Iterator[tuple[str, Tensor]]:
+        if self.stage < 3:
+            yield from shared_tensors(self.model.transformer)
+            return
+        named = list(self.model.named_parameters())
+        for name, parameter in (named[(number + i) % len(named)] for i in range(2)):
+            with _gathered(parameter):
+                yield self.model.hf_name(name), parameter.detach()
 
     def adapters_off(self) -> AbstractContextManager[None]:
         return nullcontext()

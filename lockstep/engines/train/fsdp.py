@@ -22,12 +22,13 @@ from lockstep.engines.train.compute_copy import copy_in, hand_gradients, refresh
 from lockstep.engines.train.loss_scale import LossScale
 from lockstep.engines.train.lr_schedule import build_schedule
 from lockstep.engines.train.offload import CopyStream, OffloadedMoments, PinnedBuffer, move_parameters
-from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer
+from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer, local, steps_taken
 from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
 from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.engines.train.token_module import open_token_model
-from lockstep.engines.train.train_engine import PARTS, EngineModel
-from lockstep.models.four_bit import dequantized
+from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching
+from lockstep.engines.train.trial import folded
+from lockstep.models.four_bit import dequantized, is_4bit
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.lora import (
     adapters_off,
@@ -35,10 +36,11 @@ from lockstep.models.lora import (
 )
 from lockstep.models.lora_identity import LoraIdentity, check_identity, identity_of, save_identity
 from lockstep.models.packed_weights import pack_weights
-from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights
+from lockstep.models.shared_weights import copy_gathered, release_weights, share_weights, shared_tensors
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.models.weight_source import WeightSource
+from lockstep.protocol.columns import Batch
 from lockstep.utils.device import HostCopy
 from lockstep.utils.distributed import current_rank, get_mesh
 from lockstep.utils.host import prepare_cpu_for
@@ -136,6 +138,13 @@ class FsdpEngine(TokenEngine):
             router_key=model.router_key,
         )
 
+    @property
+    def _can_retry(self) -> bool:
+        return not self._sharded  # FSDP's hooks expect every forward to be followed by its backward
+
+    def _accumulating(self) -> Iterator[nn.Parameter]:
+        return self.compute.parameters()
+
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         sharding.sum_replicas(self.model, is_last)
         # The loss is the sum of the dp ranks' shares, and the gradient of a share is the sum over its sp ranks, each of which
@@ -172,6 +181,50 @@ class FsdpEngine(TokenEngine):
         value = float(copied.read())
         self._loss_scale.update(value)
         return value
+
+    def trial(self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object) -> tuple[float, Tensor]:
+        loss = self._trial_loss(batch, loss_fn, micro, **options)
+        with_gradient = [parameter for parameter in self.compute.parameters() if parameter.grad is not None]
+        found = folded(local(parameter.grad) for parameter in with_gradient if parameter.grad is not None)
+        for parameter in with_gradient:
+            parameter.grad = None
+        return loss, found
+
+    def step_counts(self) -> tuple[int, int]:
+        assert self.optimizer is not None
+        return steps_taken(self.optimizer), self.schedule.last_epoch
+
+    def trained_tensors(self) -> dict[str, Tensor]:
+        assert self.optimizer is not None
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        return {str(number): local(parameter) for number, parameter in enumerate(parameters)}
+
+    def frozen_tensors(self) -> dict[str, Tensor]:
+        self._copies.wait()
+        self._free_gathered()
+        found: dict[str, Tensor] = dict(self.compute.named_buffers())
+        found |= {name: local(p) for name, p in self.compute.named_parameters() if not p.requires_grad}
+        if self._copied and self.optimizer is not None:
+            pairs = zip(self.model.named_parameters(), self.compute.parameters())
+            masters = {f"{n} (master)": local(p) for (n, p), copy in pairs if not p.requires_grad and p is not copy}
+            found |= masters
+        return found
+
+    def copied_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        if not self._copied:
+            return {}
+        pairs = zip(self.model.named_parameters(), self.compute.parameters())
+        return {n: (local(p), local(copy)) for (n, p), copy in pairs if p is not copy}
+
+    def lent_weights(self, number: int) -> Iterator[tuple[str, Tensor]]:
+        if not self._sharded:
+            yield from shared_tensors(self.compute.transformer)
+            return
+        self._free_gathered()
+        named = [(name, p) for name, p in self.compute.named_parameters() if not is_4bit(p)]
+        for name, parameter in (named[(number + i) % len(named)] for i in range(2)):
+            weight = sharding.whole(parameter.detach().to(self.device))
+            yield self.compute.hf_name(name), weight.to(self._compute_dtype)
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:

@@ -66,6 +66,12 @@ def local(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def steps_taken(optimizer: torch.optim.Optimizer) -> int:
+    """The largest number of steps that a parameter's state counts; skipped ones are not among them."""
+    steps = [torch.as_tensor(state["step"]).float() for state in optimizer.state.values() if "step" in state]
+    return int(torch.stack(steps).max()) if steps else 0
+
+
 class PiecewiseAdamW(torch.optim.AdamW):
     """AdamW with state in the parameters' type: float32 is updated by torch's fused kernel, bfloat16 with stochastic rounding.
 

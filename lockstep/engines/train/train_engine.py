@@ -9,7 +9,7 @@ metric, already divided by counts over the whole mini-batch and all ranks, and t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,10 @@ from lockstep.config.model import FSDPOptimizerConfig, HFModelConfig, TrainEngin
 from lockstep.protocol.columns import Batch
 
 LossFn = Callable[[dict[str, Tensor], TensorDict], tuple[Tensor, dict[str, Tensor]]]
-"""(model outputs of a micro-batch, its rows) -> (its share of the loss, its share of each metric)."""
+"""(model outputs of a micro-batch, its rows) -> (its share of the loss, its share of each metric).
+
+If it collects anything besides, it has a method `restart()`, which drops what the micro-batches of the mini-batch have added: it is
+called before a mini-batch is computed again in smaller micro-batches, after it ran out of memory."""
 
 PARTS = ("model", "optimizer", "extra")
 """Parts of an engine's checkpoint."""
@@ -37,11 +40,18 @@ class MicroBatching:
 
     group_size: rows that follow each other in groups of this size stay in one micro-batch, for a loss that compares them;
                 `num_rows` is a multiple of it.
+    key:        the config key of `max_tokens`, or else of `num_rows`, in groups.
     """
 
     num_rows: int | None = None
     max_tokens: int | None = None
     group_size: int = 1
+    key: str = ""
+
+    @property
+    def limit_name(self) -> str:
+        """The key, or else the kind of the size."""
+        return self.key or ("num_rows" if self.max_tokens is None else "max_tokens")
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,45 @@ class TrainEngine(ABC):
     @abstractmethod
     def weight_shapes(self, *, merged: bool) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of `merged_weights`, or of the trained `weights`."""
+
+    def trial(self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object) -> tuple[float, Tensor]:
+        """Loss of a few rows of every rank, and numbers (N,) on this rank that depend on its gradient; nothing else changes.
+
+        For the audit of micro-batch splits, before the gradient of a mini-batch. An engine that can drop a gradient gives a sketch
+        of it (`trial.folded`); these numbers are the outputs. Collective.
+        """
+        outputs = self.forward(batch, micro, **options)
+        rows = batch.to_tensordict()
+        size = micro.num_rows or len(rows)
+        parts = [slice(start, start + size) for start in range(0, len(rows), size)]
+        losses = (loss_fn({name: v[part] for name, v in outputs.items()}, rows[part])[0] for part in parts)
+        (loss,) = self.global_sum(sum(map(float, losses)))
+        mask = rows["response_mask"]
+        numbers = [v * mask if v.shape == mask.shape else v for v in outputs.values() if v.is_floating_point()]
+        return loss, torch.cat([value.float().flatten() for value in numbers])
+
+    def step_counts(self) -> tuple[int, int] | None:
+        """Steps so far, as the optimizer and the schedule count them themselves; None if they do not."""
+        return None
+
+    def trained_tensors(self) -> dict[str, Tensor]:
+        """What the optimizer updates on this rank, under any names that stay the same; empty if it cannot be read."""
+        return {}
+
+    def frozen_tensors(self) -> dict[str, Tensor]:
+        """Parameters that are not trained and buffers, as this rank holds them; empty if they cannot be read."""
+        return {}
+
+    def copied_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Master weights and their copies that compute, as this rank holds them; empty if there are none."""
+        return {}
+
+    def lent_weights(self, number: int) -> Iterator[tuple[str, Tensor]]:
+        """Inside `lend_weights`: weights as they compute, whole, by their names in the rollout's module. Collective.
+
+        All that the module shares; of those that it has copies of, two from the `number`-th on; none if they cannot be read.
+        """
+        return iter(())
 
     def offload(self) -> None:  # noqa: B027 - an engine may keep everything where it is
         """Move to host memory what the config offloads between phases."""

@@ -120,6 +120,16 @@ def phase_is_stuck(run: RunView) -> Finding | None:
     """The phase of a living run takes far longer than ever before."""
     if state_of(run) != "running":
         return None
+    if verdict := (run.status or {}).get("stuck"):
+        return Finding(
+            "stalled",
+            "bad",
+            "The run is stuck",
+            f"The watchdog says: {str(verdict)[:1000]}.",
+            "The newest file in hangs/ of the run's folder has the stacks of all processes. trainer.on_hang=stop or restart ends "
+            "such a run by itself.",
+            "watchdog.md",
+        )
     threads = phases_of(run.status)
     validates = any(phase["name"] == "validation" for own in threads for phase in own)
     for own in threads:
@@ -144,10 +154,28 @@ def phase_is_stuck(run: RunView) -> Finding | None:
                     "Look at the log, at the workers (`ray status`, nvidia-smi) and, for rewards and tools, at the services "
                     "that they call. "
                     "`py-spy dump --pid PID` shows where a process is. trainer.max_restarts restarts dead workers.",
-                    "reliability.md",
+                    "watchdog.md",
                     (TIMERS[phase["name"]],),
                 )
     return None
+
+
+def was_restarted(run: RunView) -> Finding | None:
+    """The workers of this command had to be restarted."""
+    listed = (run.status or {}).get("restarts")
+    restarts = [restart for restart in listed if isinstance(restart, Mapping)] if isinstance(listed, list) else []
+    if not restarts or state_of(run) not in ("running", "silent"):
+        return None
+    step = number(restarts[-1].get("step")) or 0
+    return Finding(
+        "restarts",
+        "warning",
+        "The workers were restarted",
+        f"{len(restarts)} times in this command, the last time after step {step:.0f}: {str(restarts[-1].get('cause'))[:500]}.",
+        "restarts.jsonl in the run's folder has all causes. Work since the last checkpoint is repeated: a lower "
+        "trainer.save_freq loses less. The run ends when trainer.max_restarts are used up.",
+        "reliability.md",
+    )
 
 
 def memory_is_short(run: RunView) -> Finding | None:
@@ -256,6 +284,7 @@ def _duration(seconds: float) -> str:
 RULES: tuple[Callable[[RunView], Finding | None], ...] = (
     run_ended,
     phase_is_stuck,
+    was_restarted,
     memory_is_short,
     phase_is_slow,
     audit_found,

@@ -45,9 +45,9 @@ def old_log_probs_of(batch: DataProto, config: PPOConfig, step: int) -> OldLogPr
 
 
 def forward_passes(
-    batch: DataProto, groups: Mapping[Pass, Any], config: PPOConfig, timing: dict[str, float]
+    batch: DataProto, groups: Mapping[Pass, Any], config: PPOConfig, timing: dict[str, float], audits: Audits
 ) -> DataProto:
-    """The batch with the outputs of the passes. groups: the worker group of each pass; None skips it."""
+    """The batch with the outputs of the passes. groups: the worker group of each pass; None skips it. audits: get the findings."""
     names = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
     routes = ["routed_experts"] if "routed_experts" in batch.tensors else []  # which only the actor reads
     waiting = {}
@@ -61,11 +61,15 @@ def forward_passes(
             num_ranks = group.mesh(mesh).dp_size if config.trainer.balance_batch else 1
             key = (num_ranks, bool(own_routes))
             if key not in balanced:
-                balanced[key] = Balanced.over(batch.select([*names, *own_routes], []), num_ranks)
+                rows = batch.select([*names, *own_routes], [])
+                rows.meta_info["audit"] = audits.levels
+                balanced[key] = Balanced.over(rows, num_ranks)
             waiting[name] = balanced[key].call(getattr(group, method))
     for name, outputs in waiting.items():
         with marked_timer(name, timing):
-            batch = batch.union(outputs())
+            columns = outputs()
+            audits.add(columns.meta_info.pop("findings", {}))
+            batch = batch.union(columns)
     return batch
 
 

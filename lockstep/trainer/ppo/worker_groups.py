@@ -34,6 +34,7 @@ from lockstep.trainer.ppo.run_agents import start_agent_workers
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling
 from lockstep.trainer.ppo.worker_calls import critic_warmup
 from lockstep.trainer.run.inputs import fetch_on_workers
+from lockstep.utils.audit import Audits
 from lockstep.weight_sync import Transport, WeightSync, canary_bound
 from lockstep.workers.agent_client import AgentClient
 
@@ -70,6 +71,8 @@ class WorkerGroups:
         self.agent_workers: AgentClient | None = None
         self.groups: dict[str, WorkerGroup] = {}
         self.processes: list[WorkerGroup] = []
+        self._rollout_processes: WorkerGroup | None = None
+        """Those of the rollout, if it has a pool of its own."""
 
     @property
     def count(self) -> int:
@@ -88,6 +91,9 @@ class WorkerGroups:
             colocated = self.group_class(pool, create_colocated_worker_cls(classes))
             self.processes.append(colocated)
             self.groups |= colocated.spawn(prefix_set=classes.keys())
+            if list(classes) == [str(Role.Rollout)]:
+                self._rollout_processes = colocated
+                colocated.tolerate_deaths()
         fetch_on_workers(config, self.groups.values())
         for group in self.groups.values():
             group.init_model()
@@ -101,6 +107,23 @@ class WorkerGroups:
         """Wait for the agent workers, which load while models do."""
         if self.agent_workers is not None:
             self.agent_workers.wait_ready()
+
+    def only_rollout_died(self) -> bool:
+        """Whether the rollout has its own processes, one of which has died, and no other has."""
+        own = self._rollout_processes
+        if own is None or not own.dead_ranks():
+            return False
+        return not any(group.dead_ranks() for group in self.processes if group is not own)
+
+    def restart_rollout(self) -> None:
+        """Start the rollout's own processes again and load its model; ValueError if there is no machine for them."""
+        assert self._rollout_processes is not None
+        self._rollout_processes.restart()
+        self._rollout_processes.tolerate_deaths()
+        group: Any = self.groups[str(Role.Rollout)]
+        if hasattr(group, "fetch_model"):
+            group.fetch_model()
+        group.init_model()
 
     def close(self) -> None:
         """Shut down the workers."""
@@ -168,8 +191,8 @@ def create_sampling(config: PPOConfig, rollout_wg: Any, rm_wg: Any, reward_fn: R
     return AsyncSampling(config, rollout_wg, rm_wg, reward_fn, pad_token_id=pad_token_id)
 
 
-def create_weight_sync(config: PPOConfig, workers: WorkerGroups) -> WeightSync | None:
-    """None if the rollout uses the actor's tensors."""
+def create_weight_sync(config: PPOConfig, workers: WorkerGroups, audits: Audits) -> WeightSync | None:
+    """None if the rollout uses the actor's tensors. audits: get what the proof finds."""
     policy, device = config.actor_rollout_ref, torch.device(workers.device)
     is_colocated = workers.group(Role.ActorRollout) is not None
     if is_colocated and ROLLOUT_ENGINES.info(policy.rollout.name).shares_weights:
@@ -187,8 +210,8 @@ def create_weight_sync(config: PPOConfig, workers: WorkerGroups) -> WeightSync |
     if (command := policy.rollout.server.reload_command) is not None and transport != "none":
         stale = f"the server computes with other weights than those that actor_rollout_ref.rollout.server.reload_command={command} "
         stale += "was told to load; it must load {folder}, and end only when the server with the old weights no longer answers"
-        return WeightSync(actor_wg, rollout_wg, transport, bound, if_stale=stale)
-    return WeightSync(actor_wg, rollout_wg, transport, bound)
+        return WeightSync(actor_wg, rollout_wg, transport, bound, audits, if_stale=stale)
+    return WeightSync(actor_wg, rollout_wg, transport, bound, audits)
 
 
 def _with_schedule_length(section: Any, num_steps: int) -> Any:

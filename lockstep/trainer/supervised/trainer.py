@@ -7,7 +7,6 @@ ranks changes it. Every rank reads the same rows in the same order and takes its
 """
 
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -23,13 +22,20 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.derived_defaults import PROGRAMS
+from lockstep.config.micro_batches import SUPERVISED
 from lockstep.config.sft import SupervisedConfig
 from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.data.loader import create_dataloader
 from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
+from lockstep.engines.train.audit import UpdateAudit
+from lockstep.engines.train.micro_batch_limits import failure_of
+from lockstep.engines.train.token_engine import TokenEngine
+from lockstep.models.loading import resolve_dtype
 from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.trainer.run.memory_check import with_chosen_sizes
+from lockstep.trainer.run.observer import StepObserver
 from lockstep.trainer.run.run_config import warn_if_epochs_end_first, warn_if_on_cpu
+from lockstep.trainer.run.smaller_micro_batches import SmallerMicroBatches
 from lockstep.trainer.run.step_profiler import StepProfiler
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.trainer.supervised.batches import share_of, share_of_pairs
@@ -91,9 +97,11 @@ class SupervisedTrainer(ABC):
         )
         self.total_training_steps = num_training_steps(config, len(self.loader))
         group, num_rows = self.sequences_per_row, data.micro_batch_size_per_gpu
-        self.micro = MicroBatching(max_tokens=data.max_token_len_per_gpu, group_size=group)
+        keys = SUPERVISED["update"]
+        self.micro = MicroBatching(max_tokens=data.max_token_len_per_gpu, group_size=group, key=keys.tokens)
         if not data.use_dynamic_bsz:
-            self.micro = MicroBatching(num_rows=num_rows and num_rows * group, group_size=group)
+            self.micro = MicroBatching(num_rows=num_rows and num_rows * group, group_size=group, key=keys.rows)
+        self.smaller = SmallerMicroBatches(config)
         self.run = TrainingRun(config)
         self.audits = Audits(asdict(trainer.audit))
         self.global_steps = 0
@@ -102,6 +110,7 @@ class SupervisedTrainer(ABC):
         """Tokens of all steps so far."""
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step."""
+        self.observer = StepObserver()
         role = PROGRAMS[type(config)]
         self.profiler = StepProfiler(
             config, {role: config.profiler}, self.total_training_steps, device, role=role, rank=current_rank()
@@ -134,6 +143,8 @@ class SupervisedTrainer(ABC):
         )
         self.engine = create_train_engine(model.strategy, spec, self.device)
         self.engine.onload(optimizer=True)
+        dtype = resolve_dtype(engine_settings(model).dtype, self.device)
+        self.update_audit = UpdateAudit(self.engine, dtype, self.device, optim.clip_grad)
 
     def start(self) -> None:
         """Lock the run's folder, resume from its checkpoint and open the trackers."""
@@ -146,6 +157,7 @@ class SupervisedTrainer(ABC):
         on_first_rank(lambda: run.open(self.global_steps, self.total_training_steps, metrics))
         run.push(self.profiler.start(run.folder if self.is_first_rank else None, self.global_steps))
         self._log_summary()
+        self.observer.started(self)
 
     def close(self) -> None:
         """Finish the trackers and release the run's folder."""
@@ -163,14 +175,19 @@ class SupervisedTrainer(ABC):
             self.global_steps += 1
             timing: dict[str, float] = {}
             with self.profiler.step(self.global_steps), marked_timer("step", timing):
-                with self._out_of_memory_in("train_batch"):
-                    metrics = self.train_batch(next(batches))
+                with phase("read a batch"):
+                    batch = next(batches)
+                self.observer.updating(self, batch)
+                with phase("update"), self._out_of_memory_in("train_batch"):
+                    metrics = self.train_batch(batch)
+                self.observer.updated(self, batch)
                 self.loader_state = deepcopy(self.loader.state_dict())
             metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"]) | self.audits.log()
             if self.val_dataset is not None and run.must_test(self.global_steps, last_step):
                 with marked_timer("testing", timing), phase("validation"), self._out_of_memory_in("validate"):
                     metrics |= self.validate()
                 metrics["timing_s/testing"] = timing["testing"]
+            metrics |= self._out_of_memory_metrics()
             stopping = not least_of_ranks(int(not interrupt.requested)) and self.global_steps < last_step
             if stopping or run.must_save(self.global_steps, last_step):
                 with marked_timer("save_checkpoint", timing):
@@ -199,14 +216,15 @@ class SupervisedTrainer(ABC):
                 f"step {self.global_steps}: no token of the batch is trained; does data.truncation or data.max_length="
                 f"{self.config.data.max_length} cut the assistant's turns off?"
             )
-        metrics: dict[str, Any] = dict(
-            self.engine.forward_backward(rows, self.loss_fn(count), self.micro, **self.forward_options)
-        )
-        if not math.isfinite(metrics["train/loss"]):
-            raise AuditError(f"train/loss is {metrics['train/loss']} at step {self.global_steps}: not a finite number")
-        metrics["train/grad_norm"] = self.engine.optimizer_step()
+        audit, loss_fn = self.update_audit, self.loss_fn(count)
+        audit.begin(self.audits.levels, num_steps=1)
+        audit.check_split(rows, loss_fn, self.micro, **self.forward_options)
+        metrics: dict[str, Any] = dict(self.engine.forward_backward(rows, loss_fn, self.micro, **self.forward_options))
+        audit.check_loss(metrics, "train/loss")
+        metrics["train/grad_norm"] = audit.optimizer_step(expects_gradient=metrics["train/loss"] != 0)
         metrics["train/lr"] = self.engine.learning_rate
         self.engine.schedule_step()
+        self.audits.add(audit.end())
         num_tokens = int(batch["attention_mask"].sum())
         self.num_tokens += num_tokens
         return metrics | {"train/global_tokens": num_tokens, f"train/{self.unit}": count}
@@ -236,9 +254,16 @@ class SupervisedTrainer(ABC):
         """Name the method in an error, for the advice of `failures`."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            error.add_note(f"raised in rank {current_rank()} by {type(self).__name__}.{method}")
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or failure_of(error) is not None:
+                error.add_note(f"raised in rank {current_rank()} by {type(self).__name__}.{method}")
             raise
+
+    def _out_of_memory_metrics(self) -> dict[str, float]:
+        """What the engine had to lower."""
+        if isinstance(self.engine, TokenEngine):
+            self.smaller.note(self.engine.limits.take())
+        return self.smaller.metrics()
 
     def _step_metrics(self, num_tokens: int, seconds: float) -> dict[str, Any]:
         return {
@@ -253,10 +278,14 @@ class SupervisedTrainer(ABC):
     def _load_checkpoint(self, step: int, folder: Path) -> dict[str, Any]:
         """Returns the metrics of the checkpoint's step."""
         self.engine.load(checkpoint_folder(str(folder)), self.config.trainer.checkpoint.load_contents)
+        self.update_audit.forget()
         self.loader.load_state_dict(load_state(folder / LOADER_STATE))
         state = load_state(folder / TRAINER_STATE)
         self.global_steps, self.num_tokens = step, state["num_tokens"]
         self.run.last_checkpoint = folder  # on every rank, for messages
+        self.smaller.load(state)
+        if isinstance(self.engine, TokenEngine):
+            self.engine.limits.set(self.smaller.sizes)
         metrics: dict[str, Any] = state["metrics"]
         return metrics
 
@@ -291,5 +320,5 @@ class SupervisedTrainer(ABC):
         if not self.is_first_rank:  # which creates the folder and commits it
             write(None)
             return
-        state = {"num_tokens": self.num_tokens, "metrics": metrics}
+        state = {"num_tokens": self.num_tokens, "metrics": metrics} | self.smaller.state()
         self.run.save(self.global_steps, write, self.loader_state, state)

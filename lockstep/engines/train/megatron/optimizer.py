@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
 from lockstep.config.model import FSDPOptimizerConfig
+from lockstep.engines.train.optimizer import steps_taken
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -113,6 +114,10 @@ class Masters:
             for group in part.optimizer.param_groups:
                 for master in group["params"]:
                     part.optimizer.state[master]["step"] = torch.tensor(float(steps), device=master.device)
+
+    def steps_taken(self) -> int:
+        """Optimizer steps so far, as AdamW counts them."""
+        return max((steps_taken(part.optimizer) for part in self._parts), default=0)
 
     def moments(self) -> Iterator[Tensor]:
         """Those of this rank."""
