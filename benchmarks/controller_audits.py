@@ -1,6 +1,6 @@
 """What the audits of the controller cost in a step, each alone, on a made-up batch and without any model.
 
-    python benchmarks/audit_cost.py [--prompts 64 --samples 8 --prompt 256 --response 512 --step-s 5.53] [--json out.json]
+    python benchmarks/controller_audits.py [--prompts 64 --samples 8 --prompt 256 --response 512 --step-s 5.53] [--json out.json]
 
 --step-s: seconds of a step to compare with; the default is that of 16 x 8 samples of 512 + 1024 tokens, 1.5B, on one GPU
 (docs/performance.md). Times are CPU time of one thread, the median of several calls. The probe is four rows of a function that
