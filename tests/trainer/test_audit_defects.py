@@ -55,7 +55,7 @@ def same_row_again(batch: DataProto) -> None:
 
 
 def first_tokens_differ(batch: DataProto) -> None:
-    write(batch, "rollout_log_probs", lambda values: values + 0.004 * (torch.arange(values.shape[1]) < 16))
+    write(batch, "rollout_log_probs", lambda values: values + 0.003 * (torch.arange(values.shape[1]) < 16))
 
 
 def all_score_the_same(batch: DataProto) -> None:
@@ -103,7 +103,7 @@ def test_each_defect_is_found_in_its_step(
         *overrides,
         *GROUPS,
         *WARN,
-        "data.max_response_length=24",
+        "data.max_response_length=60",
         "trainer.save_freq=3",
         "reward_model.timeout_s=null",
     ]
@@ -121,11 +121,11 @@ def test_each_defect_is_found_in_its_step(
     assert {"old_log_probs", "rollout_log_probs", "advantages"} <= set(dump.batch.tensors.keys())
     warnings = "\n".join(caplog.messages)
     for text in (
-        "audit policy_version: a response has tokens of an older policy after those of a newer one: versions [1, 0, 1]",
+        "audit policy_version: rollouts carry policy versions [0, 1], the trainer is at 1",
         "audit token_round_trip: row",
         "the prompt has other tokens than its row",
         "time(s) more than it was drawn from the data",
-        "log-probs of tokens 0-15 of each response differ from the trainer's by 0.0040, those of other tokens by 0.0000",
+        "log-probs of tokens 0-15 of each response differ from the trainer's by 0.0030, those of other tokens by 0.0000",
         "every advantage is zero for 1 step(s)",
         "now; scored twice at once, its scores differed by at most 0.",
         f"the step's batch is kept: lockstep replay {tmp_path}/run/audits/step_5_rollout_gap",
@@ -138,13 +138,11 @@ def test_a_stopped_run_names_the_kept_batch(
 ) -> None:
     """The gap of a step that is one update is found by the workers."""
     plant(monkeypatch, {2: ("rollout_gap", first_tokens_differ)})
-    command = [*overrides, *GROUPS, "data.max_response_length=24", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
-    with pytest.raises(SystemExit) as error:
-        cli.main(["ppo", *command, "trainer.save_freq=0"])
-    assert error.value.code == 1
+    command = [*overrides, *GROUPS, "data.max_response_length=60", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    assert cli.main(["ppo", *command, "trainer.save_freq=0"]) == 1
     kept = tmp_path / "run" / "audits" / "step_2_rollout_gap"
     message = capfd.readouterr().err
-    assert "tokens 0-15 of each response differ from the trainer's by 0.0040" in message
+    assert "tokens 0-15 of each response differ from the trainer's by 0.0030" in message
     assert (
         f"(audit rollout_gap; trainer.audit.rollout_gap=warn goes on); the step's batch is kept: lockstep replay {kept}"
         in message
@@ -154,6 +152,7 @@ def test_a_stopped_run_names_the_kept_batch(
     assert "advantages" in dump.batch.tensors
 
 
+@pytest.mark.slow
 def test_context_that_the_template_does_not_give(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
