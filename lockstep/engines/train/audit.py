@@ -23,7 +23,7 @@ from lockstep.utils.audit import Audits
 from lockstep.utils.distributed import merged_over_ranks, summed_over_ranks
 from lockstep.utils.fingerprint import fingerprint
 
-SAMPLE_TENSORS, SAMPLE_BYTES = 16, 2**26
+SAMPLE_TENSORS, SAMPLE_BYTES = 8, 2**26
 """Tensors that are checksummed after an update: at most so many, and no more once they have this size."""
 PIECE_BYTES = 2**24
 """Bytes of a tensor that are enough to see whether training changed it."""
