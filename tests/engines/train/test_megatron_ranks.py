@@ -242,7 +242,7 @@ def test_weights_are_handed_out_and_exported_bit_for_bit(
 @pytest.mark.parametrize("sizes", [layout(tp=2), layout(pp=2), layout()], ids=str)
 def test_ranks_audit_together(sizes: dict[str, Any], folder: Callable[[str], Path], ranks: Ranks) -> None:
     case = Case(world=2, megatron=sizes)
-    audit_cases.check(ranks.run(2, audit_cases.audited, folder("qwen2"), case))
+    audit_cases.check(ranks.run(2, audit_cases.audited, folder("qwen2"), case), has_frozen=False)
 
 
 @pytest.mark.megatron
