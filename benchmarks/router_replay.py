@@ -26,7 +26,7 @@ from lockstep.engines.train import EngineModel, MicroBatching, TrainEngine, crea
 from lockstep.models.router_replay import RouteUse
 from lockstep.protocol import DataProto
 from lockstep.protocol.tokens import read
-from lockstep.utils.audit import GAP_METRIC, RolloutGap
+from lockstep.utils.rollout_gap import GAP_METRIC, RolloutGap
 from lockstep.workers.rollout_batch import batch_of
 
 PAIRS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"))
@@ -115,7 +115,7 @@ def _gap(trainer: TrainEngine, batch: DataProto, routes: RouteUse) -> dict[str, 
     gap = RolloutGap()
     rollout, mask = (read(batch.tensors, name) for name in ("rollout_log_probs", "response_mask"))
     gap.add(rollout, out["log_probs"], mask, out["route_mismatch"])
-    return gap.metrics(*gap.sums())
+    return gap.metrics(gap.sums())
 
 
 def table(rows: Sequence[Row]) -> str:

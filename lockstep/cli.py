@@ -205,6 +205,11 @@ PROGRAMS = {
     "compare": Program(
         _printing("lockstep.observability.compare"), "RUN RUN ...", "show settings and results of runs side by side"
     ),
+    "replay": Program(
+        _main_of("lockstep.trainer.replay.main_replay"),
+        "RUN --step N",
+        "compute a step of a run again, and compare it with the log, a changed setting or another run",
+    ),
     "plot": Program(_printing("lockstep.observability.plot"), "RUN ...", "draw and compare the curves of runs"),
     "rollouts": Program(
         _printing("lockstep.observability.show_rollouts"), "RUN", "show the prompts, responses and scores of a step"

@@ -32,8 +32,9 @@ from lockstep.protocol import DataProto, object_array
 from lockstep.single_controller import ClassWithInitArgs, ResourcePool
 from lockstep.single_controller.local import LocalWorkerGroup
 from lockstep.trainer.ppo.mini_batches import MiniBatches, lay_out
-from lockstep.utils.audit import GAP_METRIC, AuditError
+from lockstep.utils.audit import AuditError
 from lockstep.utils.device import resolve_device
+from lockstep.utils.rollout_gap import GAP_METRIC
 from lockstep.weight_sync import CANARY_METRIC, WeightSync, canary_bound
 from lockstep.weight_sync.proof import canary_gap
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker

@@ -12,6 +12,7 @@ from lockstep.config.bounds import (
     NonNegativeInt,
     NumSteps,
     PortNumber,
+    PositiveFloat,
     PositiveInt,
     SaveFrequency,
     StepNumbers,
@@ -71,7 +72,12 @@ class TrainerConfig:
     profile_steps: StepNumbers = field(default_factory=list)
     """Steps to profile (docs/profiling.md); `global_profiler.tool` says how."""
     max_restarts: NonNegativeInt = 0
-    """How often to restart dead workers from the last checkpoint."""
+    """How often to restart dead workers from the last checkpoint, within the same command: 1, 5, 30, then 60 seconds after a
+    failure if there is no new checkpoint in between, else 1 (docs/reliability.md)."""
+    preemption_grace_s: PositiveFloat | None = None
+    """Seconds from SIGTERM until the machine is taken away, as on Slurm, Kubernetes and spot machines: the run saves in time. If
+    the rest of the step and a save take longer, by earlier durations, the step is discarded, unless its update has begun.
+    null finishes the step, however long that takes (docs/reliability.md)."""
     on_hang: OnHang = "warn"
     """When the run is stuck, after a report of what all processes do (docs/watchdog.md). warn: go on waiting; stop: end with code
     3; restart: from the last checkpoint, as `max_restarts` allows."""

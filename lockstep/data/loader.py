@@ -8,8 +8,10 @@ import multiprocessing
 import multiprocessing.process
 import signal
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from functools import cached_property
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -20,8 +22,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lockstep.config.ppo import PPOConfig, prompts_per_batch
 from lockstep.data.fingerprint import changes, content_of
 from lockstep.data.rl_dataset import collate_fn as collate_samples
+from lockstep.data.row_ledger import RowLedger, Rule
 from lockstep.data.sampler import AbstractCurriculumSampler, Resumable
 from lockstep.protocol import DataProto
+from lockstep.utils import heartbeat
+from lockstep.utils.progress import waiting
 from lockstep.utils.state_file import encode
 
 EpochOrder = Callable[[int], Sequence[int]]
@@ -52,6 +57,9 @@ class StatefulLoader:
         self.batch_size = batch_size
         self.rows = _SampledRows(order) if isinstance(order, Sampler) else _OrderedRows(order)
         self.num_rows = self.rows.per_epoch(len(dataset))
+        self.ledger = RowLedger(len(dataset), self.rows.rule)
+        self.drawn: list[int] = []
+        """Row numbers of the batch that was yielded last."""
         self.num_workers = num_workers
         self.drop_last = drop_last
         self._collate = collate
@@ -66,30 +74,49 @@ class StatefulLoader:
 
     def __iter__(self) -> Iterator[Any]:
         starts = self._starts(self.position)
+        ahead: deque[list[int]] = deque()  # rows of batches that are not yielded yet
         loader = DataLoader(
             self.dataset,
-            batch_sampler=self._batches(starts),
+            batch_sampler=self._batches(starts, ahead),
             num_workers=self.num_workers,
             collate_fn=self._collate,
-            worker_init_fn=_ignore_stop_signals,
+            worker_init_fn=_begin_process,
             # Own generator: the seed that DataLoader draws for its workers must not advance the run's RNG.
             generator=torch.Generator().manual_seed(self.epoch),
         )
         others = set(multiprocessing.active_children())
+        if self.num_workers:
+            heartbeat.write_stacks_on_signal()
         try:
             batches = iter(loader)
         finally:  # it may fail after starting processes, if a limit allows no more threads
             _PROCESSES.update(set(multiprocessing.active_children()) - others)
-        for start, batch in zip(starts, batches):
+        for start in starts:
+            with self._waiting(batches):
+                batch = next(batches)
+            self.drawn = ahead.popleft()
+            self.ledger.draw(self.drawn, self.epoch)
             if start == starts[-1]:
+                self.ledger.end_epoch(self.epoch, self.batch_size - 1 if self.drop_last else 0)
                 self.rows.end_epoch(self.num_rows - start - self.batch_size)
                 self.epoch, self.position = self.epoch + 1, 0
             else:
                 self.position = start + self.batch_size
             yield batch
 
-    def _batches(self, starts: list[int]) -> Iterator[list[int]]:
-        """The row numbers of each batch, drawn only when the batch is requested."""
+    def _waiting(self, batches: Any) -> AbstractContextManager[Any]:
+        """For the dataset or, if there are any, the process that makes the next batch."""
+        name = type(self.dataset).__name__
+        workers = getattr(batches, "_workers", None)
+        task = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None))
+        if not workers or not task:
+            return waiting("data loader", name)
+        number, pid = task[0], workers[task[0]].pid
+        name = f"{name}, process {number} of {len(workers)} (pid {pid})"
+        return waiting("data loader", name, stacks=partial(heartbeat.child_stacks, pid))
+
+    def _batches(self, starts: list[int], ahead: deque[list[int]]) -> Iterator[list[int]]:
+        """The row numbers of each batch, drawn only when the batch is requested. ahead: gets them too."""
         rest = self.rows.rest_of_epoch(self.epoch, self.position)
         for start in starts:
             size = min(self.batch_size, self.num_rows - start)
@@ -98,6 +125,7 @@ class StatefulLoader:
                 raise ValueError(
                     f"the sampler yielded {start + len(batch)} rows in epoch {self.epoch}, but its len() is {self.num_rows}"
                 )
+            ahead.append(batch)
             yield batch
 
     def _starts(self, position: int) -> list[int]:
@@ -122,6 +150,7 @@ class StatefulLoader:
             "position": self.position,
             "order": dict(self._settings),
             "content": self._content,
+            "drawn": self.ledger.state_dict(),
         }
         for name, part in self._resumable_parts().items():
             state[name] = part.state_dict()
@@ -153,8 +182,10 @@ class StatefulLoader:
             part.load_state_dict(state[name])
         self.epoch, self.position = state["epoch"], state["position"]
         self.rows.resume(self.epoch, self.num_rows)
+        self.ledger.resume(self.rows.before(self.epoch, self.position), self.epoch, state.get("drawn"))
         if not self._starts(self.position):  # the batch size was raised and no batch is left in this epoch
             self.rows.end_epoch(self.num_rows - self.position)
+            self.ledger.end_epoch(self.epoch, self.batch_size - 1)
             self.epoch, self.position = self.epoch + 1, 0
 
     def _resumable_parts(self) -> dict[str, Resumable]:
@@ -175,16 +206,18 @@ def _kill_processes() -> None:
         process.kill()
 
 
-def _ignore_stop_signals(worker: int) -> None:
+def _begin_process(worker: int) -> None:
     """In a loader process: signals to the whole job stop it after its step, until which it needs this process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    heartbeat.write_stacks_on_signal()  # no-op if the handler was inherited
 
 
 class _OrderedRows:
     """Rows in an order that is known for every epoch."""
 
     sampler = None
+    rule: Rule = "each_once"
 
     def __init__(self, order: EpochOrder) -> None:
         self._order = order
@@ -194,6 +227,10 @@ class _OrderedRows:
 
     def rest_of_epoch(self, epoch: int, position: int) -> Iterator[int]:
         return iter(self._order(epoch)[position:])
+
+    def before(self, epoch: int, position: int) -> Sequence[int]:
+        """The rows before a position, if they are known."""
+        return self._order(epoch)[:position]
 
     def end_epoch(self, num_left: int) -> None:
         """No-op: the next epoch's order does not depend on this one's."""
@@ -207,7 +244,11 @@ class _SampledRows:
 
     def __init__(self, sampler: "Sampler[int]") -> None:
         self.sampler = sampler
+        self.rule: Rule = "any" if getattr(sampler, "replacement", False) else "distinct"
         self._iterator: Iterator[int] | None = None
+
+    def before(self, epoch: int, position: int) -> Sequence[int]:
+        return ()
 
     def per_epoch(self, num_rows: int) -> int:
         return len(self.sampler) if isinstance(self.sampler, Sized) else num_rows

@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep.observability.tracker import Metrics, RunInfo, plain
 from lockstep.utils.files import atomic_writer, ensure_writable
+from lockstep.utils.progress import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -150,14 +151,16 @@ class JsonlFile:
         """Append a line that is JSON with a `step`."""
         rest = memoryview(line)
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            with waiting("file", str(self.path)):
+                while rest:
+                    rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise OSError(error.errno, f"cannot write {self.path} (set by {self.key}): {error.strerror}") from error
 
     def sync(self) -> None:
         """Flush the lines to disk."""
-        os.fsync(self._file.fileno())
+        with waiting("file", str(self.path)):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

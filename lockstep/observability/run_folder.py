@@ -6,8 +6,11 @@ global_step_N/config.yaml     the config that step N was trained with
 metrics.jsonl                 `jsonl.METRICS_FILE`
 timeline.jsonl                `timeline.TIMELINE_FILE`
 status.json                   what the run is doing now
+restarts.jsonl                restarts within one command, and their causes
 plan.json                     memory and time that were planned
+hangs/<time>_<phase>.txt      what all processes did when the run was stuck
 rollout_journal/              what a fully asynchronous run needs to resume
+audits/step_N_<audit>/        the batch of a step in which an audit found something
 """
 
 import re
@@ -16,12 +19,20 @@ from pathlib import Path
 CONFIG = "config.yaml"
 STATUS = "status.json"
 """Written by `status_file.py`."""
+RESTARTS = "restarts.jsonl"
+"""Written by `trainer/run/restarts.py`."""
 PLAN = "plan.json"
 """Written by `trainer/run/memory_check.py`."""
+HANGS = "hangs"
+"""Folder of the reports of `watchdog/`."""
 HISTORY = "configs"
 JOURNAL = "rollout_journal"
 """Folder of `trainer/ppo/rollout_sources/journal.py`."""
 JOURNAL_EVENTS = "journal.jsonl"
+AUDITS = "audits"
+"""Folder of `trainer/ppo/batch_dump.py`."""
+REFERENCE_FILE = "reference_log_probs.safetensors"
+"""Of DPO: log-probs of the starting model, by `trainer/supervised/dpo.py`."""
 _START = re.compile(r"\d+_step_(\d+)\.yaml")
 
 

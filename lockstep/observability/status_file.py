@@ -1,7 +1,8 @@
 """`status.json` in a run's folder: what the run is doing now, written by a thread of its controller. Format: docs/run_folder.md.
 
     phases of utils/progress.py ─┐
-    steps that are logged       ─┼─► StatusFile ─► status.json ─► read_status
+    steps that are logged       ─┤
+    heartbeats of workers       ─┼─► StatusFile ─► status.json ─► read_status
     how the run ended           ─┘
 
 The file is replaced at most once per second, if something has changed, and at least every `HEARTBEAT_S` while the run lives. What
@@ -14,12 +15,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from lockstep.observability.memory_warning import CHECK_S, MemoryWarning
 from lockstep.observability.run_folder import STATUS
 from lockstep.observability.step_times import StepTimes
 from lockstep.observability.tracker import Metrics
@@ -37,6 +39,8 @@ CLOSE_TIMEOUT_S = 5.0
 MOST_BYTES = 1_000_000
 """A larger status.json was not written by us."""
 REASON_CHARS = 2000
+MOST_RESTARTS = 20
+"""Restarts that the status lists: the last ones; restarts.jsonl has all."""
 
 
 class StatusFile:
@@ -44,6 +48,9 @@ class StatusFile:
 
     step: the last one that was logged. total_steps: of the whole run; None if it is not known yet.
     """
+
+    watch: Callable[[], dict[str, Any]] | None = None
+    """The watchdog's part of the status."""
 
     def __init__(self, folder: Path, step: int, total_steps: int | None) -> None:
         self._path = folder / STATUS
@@ -56,6 +63,7 @@ class StatusFile:
         self._reason: str | None = None
         self._end: tuple[State, str | None] | None = None
         self._has_failed = False
+        self._restarts: list[dict[str, Any]] = []
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
 
@@ -70,9 +78,21 @@ class StatusFile:
             self._logged_at = time.monotonic()
         self._step = step
 
+    def restarted(self, restart: dict[str, Any]) -> None:
+        """The run goes on from its last checkpoint. restart: time, step, cause."""
+        self._restarts.append(restart)
+        self._end = None
+        self._left_s = None
+
     def ended(self, state: State, reason: str | None = None) -> None:
         """How the run ends; written when the context is left, so that a finished run has also closed everything inside."""
         self._end = state, reason
+
+    def abandon(self, reason: str) -> None:
+        """The process ends now, without leaving the context: write that the run has failed."""
+        self._state, self._reason = "failed", " ".join(reason.split())[:REASON_CHARS]
+        self._is_over.set()
+        self._write(self._status())
 
     def __enter__(self) -> "StatusFile":
         try:
@@ -103,6 +123,8 @@ class StatusFile:
     def _run(self) -> None:
         written: dict[str, Any] = {}
         written_at = float("-inf")
+        memory = MemoryWarning()
+        memory_checked_at = float("-inf")
         wait_s = 0.0
         while not self._is_over.wait(wait_s):
             now = time.monotonic()
@@ -112,6 +134,10 @@ class StatusFile:
                 if status != written or now - written_at >= HEARTBEAT_S:
                     self._write(status)
                     written, written_at = status, now
+            if now - memory_checked_at >= CHECK_S:
+                memory_checked_at = now
+                with self._guarded():
+                    memory.check()
         with self._guarded():
             self._write(self._status())
 
@@ -149,6 +175,7 @@ class StatusFile:
             "step": self._step,
             "total_steps": self._total_steps,
             "phases": phases,
+            "restarts": self._restarts[-MOST_RESTARTS:],
             "step_seconds": [round(seconds, 3) for seconds in list(self._step_times.durations)],
         }
 
@@ -156,7 +183,8 @@ class StatusFile:
         left = self._left_s if status["state"] == "running" else None
         if left is not None:
             left = round(max(0.0, left - (time.monotonic() - self._logged_at)), 1)
-        text = json.dumps(status | {"time": round(time.time(), 3), "seconds_left": left}, ensure_ascii=True)
+        watched = self.watch() if self.watch is not None else {"workers": [], "stuck": None}
+        text = json.dumps(status | watched | {"time": round(time.time(), 3), "seconds_left": left}, ensure_ascii=True)
         atomic_write_bytes(self._path, text.encode() + b"\n", sync=False)
 
 

@@ -164,13 +164,15 @@ def concat_tensors(batches: Sequence[Batch]) -> Batch:
 
 
 def concat_meta_info(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the meta_info of concatenated parts: values must be equal, `metrics` become a dict of lists."""
+    """Merge the meta_info of concatenated parts: values must be equal, `metrics` become a dict of lists, `findings` are joined."""
     merged: dict[str, Any] = {}
     metrics: list[dict[str, Any]] = []
     for meta in metas:
         for key, value in meta.items():
             if key == "metrics":
                 metrics.extend(value if isinstance(value, list) else [value] if value is not None else [])
+            elif key == "findings":  # of audits, by name: those of the first rank that has one
+                merged[key] = value | merged.get(key, {})
             elif key in merged and not deep_equal(merged[key], value):
                 raise ValueError(
                     f"concat: meta_info key {key!r} is {merged[key]!r} in one part and {value!r} in another"

@@ -19,9 +19,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from lockstep.rewards.errors import RewardHangError
 from lockstep.rewards.monitor import CallMonitor, place, raised_at
 from lockstep.rewards.rate_limit import RateLimiter
 from lockstep.rewards.worker_pool import WorkerPool, worker_task
+from lockstep.utils.progress import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -127,9 +128,9 @@ def _external_scorers(function: Callable[..., Any]) -> list[Callable[..., Any]]:
 def _call_inline(function: Callable[..., Any], rows: list[Arguments]) -> list[Outcome]:
     monitor = CallMonitor(function_name(function), rows, None)
     outcomes = []
-    for row in rows:
+    for row in range(len(rows)):
         monitor.report(time.monotonic())
-        outcomes.append(_attempt(function, row))
+        outcomes.append(_attempt(function, monitor, row))
         monitor.finished()
     return outcomes
 
@@ -141,17 +142,22 @@ def _call_built_in(function: Callable[..., Any], num_workers: int, rows: list[Ar
     end = time.monotonic() + INLINE_S
     while len(outcomes) < len(rows) and (num_workers == 1 or time.monotonic() < end):
         monitor.report(time.monotonic())
-        outcomes.append(_attempt(function, rows[len(outcomes)]))
+        outcomes.append(_attempt(function, monitor, len(outcomes)))
         monitor.finished()
     with ThreadPoolExecutor(num_workers, thread_name_prefix="rewards") as threads:
-        for outcome in threads.map(partial(_attempt, function), rows[len(outcomes) :]):
+        for outcome in threads.map(partial(_attempt, function, monitor), range(len(outcomes), len(rows))):
             outcomes.append(outcome)
             monitor.finished()
             monitor.report(time.monotonic())
     return outcomes
 
 
-def _attempt(function: Callable[..., Any], row: Arguments) -> Outcome:
+def _attempt(function: Callable[..., Any], monitor: CallMonitor, row: int) -> Outcome:
+    with waiting("reward", monitor.call(row)):
+        return _call(function, monitor.rows[row])
+
+
+def _call(function: Callable[..., Any], row: Mapping[str, Any]) -> Outcome:
     try:
         return function(**row)
     except SystemExit as error:
@@ -169,15 +175,17 @@ def _call_in_thread(function: Callable[..., Any], timeout_s: float, rows: list[A
     outcomes: list[Outcome] = []
     while len(outcomes) < len(rows):
         done: queue.Queue[Outcome] = queue.Queue()
-        rest = rows[len(outcomes) :]
+        rest = range(len(outcomes), len(rows))
         # A thread cannot be stopped, so start a new one after each call that hangs.
-        thread = threading.Thread(target=_attempt_all, args=(function, rest, done), name="rewards", daemon=True)
+        arguments = (function, [rows[row] for row in rest], done)
+        thread = threading.Thread(target=_call_each, args=arguments, name="rewards", daemon=True)
         thread.start()
-        for _ in rest:
+        for row in rest:
             began = time.monotonic()
             monitor.report(began)
             try:
-                outcomes.append(done.get(timeout=timeout_s))
+                with waiting("reward", monitor.call(row)):
+                    outcomes.append(done.get(timeout=timeout_s))
                 monitor.finished()
             except queue.Empty:
                 number = len(outcomes)
@@ -191,9 +199,9 @@ def _call_in_thread(function: Callable[..., Any], timeout_s: float, rows: list[A
     return outcomes
 
 
-def _attempt_all(function: Callable[..., Any], rows: list[Arguments], done: "queue.Queue[Outcome]") -> None:
+def _call_each(function: Callable[..., Any], rows: list[Arguments], done: "queue.Queue[Outcome]") -> None:
     for row in rows:
-        done.put(_attempt(function, row))
+        done.put(_call(function, row))
 
 
 def _place(thread: threading.Thread) -> str:
@@ -218,6 +226,7 @@ class _ConcurrentCalls:
         rows: list[Arguments],
     ) -> None:
         self.function = function
+        self.limits_itself = getattr(function, "limits_itself", False)  # and names what it waits for
         self.timeout_s = timeout_s
         self.max_concurrency = max_concurrency
         self.limiter = limiter
@@ -276,8 +285,9 @@ class _ConcurrentCalls:
             self.loop_seen = self.began[number] = time.monotonic()
             limit = asyncio.timeout(self.timeout_s)
             try:
-                async with limit:
-                    self.outcomes[number] = await self.function(**self.rows[number])
+                with nullcontext() if self.limits_itself else waiting("reward", self.monitor.call(number)):
+                    async with limit:
+                        self.outcomes[number] = await self.function(**self.rows[number])
             except SystemExit as error:
                 self.outcomes[number] = _exit_error(error)
             except Exception as error:  # noqa: BLE001 (boundary to user code; the manager reports it)

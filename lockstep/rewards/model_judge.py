@@ -36,6 +36,7 @@ from lockstep.rewards.errors import RewardError
 from lockstep.rewards.rate_limit import RateLimiter
 from lockstep.utils.files import make_private_folder
 from lockstep.utils.json_http import AnswerTooLargeError, bearer_headers, is_local, request_limited
+from lockstep.utils.progress import waiting
 from lockstep.utils.untrusted import JSON_ERRORS, as_plain_text, valid_text
 
 logger = logging.getLogger(__name__)
@@ -278,7 +279,8 @@ class Judge:
         client = self._clients[asyncio.get_running_loop()]
         try:
             async with asyncio.timeout(limit_s if left_s is None else max(0.0, min(limit_s, left_s))):
-                response = await request_limited(client, "POST", url, json=body, max_bytes=MAX_ANSWER_BYTES)
+                with waiting("judge", f"{url} ({self.config.model})"):
+                    response = await request_limited(client, "POST", url, json=body, max_bytes=MAX_ANSWER_BYTES)
         except TimeoutError:
             raise _Retry(f"no answer within {self.key}.timeout_s={limit_s:g}") from None
         except AnswerTooLargeError as error:

@@ -46,6 +46,10 @@ class CallMonitor:
         self._num_hangs = 0
         self._num_timeouts = 0
 
+    def call(self, row: int) -> str:
+        """Which call is running, for the watchdog."""
+        return f"{self.function}, row {row} of {self.num_rows}"
+
     def finished(self, count: int = 1) -> None:
         """`count` calls returned or raised."""
         self.num_done += count

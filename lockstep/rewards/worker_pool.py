@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lockstep.rewards.errors import RewardError, WorkerDiedError, WorkerStartErr
 from lockstep.rewards.monitor import CallMonitor
 from lockstep.rewards.worker import CALL_AGAIN
 from lockstep.rewards.worker_process import WorkerProcess, WorkerTask, message
+from lockstep.utils.progress import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +142,9 @@ class WorkerPool:
             self._selector.register(worker.stdin, selectors.EVENT_WRITE, worker)
 
     def _receive(self, batch: "_Batch") -> None:
-        for key, events in self._selector.select(self._time_to_wait(batch)):
+        with self._waiting(batch):
+            ready = self._selector.select(self._time_to_wait(batch))
+        for key, events in ready:
             worker: WorkerProcess = key.data
             if worker not in self._workers:
                 continue
@@ -153,6 +157,16 @@ class WorkerPool:
                     self._check_started(worker)
             except EOFError:
                 self._on_death(worker, batch)
+
+    def _waiting(self, batch: "_Batch") -> AbstractContextManager[Any]:
+        """For the longest running call; for the first worker if none has a call."""
+        busy = [worker for worker in self._workers if worker.rows] or self._workers
+        if not busy:
+            return nullcontext()
+        worker = min(busy, key=lambda worker: worker.began)
+        call = batch.monitor.call(worker.rows[0]) if worker.rows else f"{self.task.function}, being loaded"
+        name = f"{call} (pid {worker.function_pid or worker.process.pid})"
+        return waiting("reward", name, worker.began, worker.stacks)
 
     def _time_to_wait(self, batch: "_Batch") -> float:
         """Seconds to the next deadline, at most those to the next look at the processes."""

@@ -18,6 +18,7 @@ from lockstep.rewards import worker
 from lockstep.rewards.errors import WorkerStartError
 from lockstep.rewards.monitor import place, printed_frames
 from lockstep.utils.child_process import how_it_ended, start_module, wait_or_kill
+from lockstep.utils.heartbeat import STOPPED, is_stopped
 
 MAX_BYTES_IN_FLIGHT = 1 << 16
 """Bytes of rows sent to a worker ahead of its replies, as many as a pipe buffers."""
@@ -43,6 +44,7 @@ class WorkerProcess:
     is_ready: the function is loaded.
     rows:     numbers of the rows sent and not yet answered; the first one is being called.
     began:    when its call began: when the row before it was answered. Before `is_ready`: when the process started.
+    function_pid: process id of what calls the function; 0 until it says so.
     """
 
     def __init__(self, task: WorkerTask) -> None:
@@ -53,7 +55,7 @@ class WorkerProcess:
         self._seconds_per_call: float | None = None
         self._outgoing = bytearray()
         self._incoming = bytearray()
-        self._function_pid = 0
+        self.function_pid = 0
         self._stack_fd, fd = os.pipe()
         start = functools.partial(start_module, worker.__name__, os.getpid(), fd, pass_fds=(fd,), bufsize=0)
         try:
@@ -109,7 +111,7 @@ class WorkerProcess:
         for payload in self._received():
             content = pickle.loads(payload)
             if isinstance(content, int):
-                self._function_pid = content
+                self.function_pid = content
             elif content is not None:
                 return str(content)
             else:
@@ -149,15 +151,21 @@ class WorkerProcess:
 
     def place(self) -> str:
         """Where the function is now, in one line; empty if the process does not tell."""
-        if not self._function_pid:
+        return place(printed_frames(self.stacks()))
+
+    def stacks(self) -> str:
+        """Where the function is now, as faulthandler writes it; empty if the process does not tell."""
+        if not self.function_pid:
             return ""
+        if is_stopped(self.function_pid):
+            return STOPPED
         with suppress(ProcessLookupError):
-            os.kill(self._function_pid, worker.DUMP_STACK)
+            os.kill(self.function_pid, worker.DUMP_STACK)
         dump, timeout_s, poll = b"", STACK_TIMEOUT_S, select.poll()
         poll.register(self._stack_fd, select.POLLIN)
         while poll.poll(1000 * timeout_s) and (data := os.read(self._stack_fd, 1 << 16)):
             dump, timeout_s = dump + data, 0.05
-        return place(printed_frames(dump.decode(errors="replace")))
+        return dump.decode(errors="replace")
 
     def kill(self) -> str:
         """Kill the process and what it started; return how it ended."""

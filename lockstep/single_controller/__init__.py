@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         register,
         register_dispatch_mode,
     )
-    from lockstep.single_controller.futures import Future, FutureList, WorkerDiedError
+    from lockstep.single_controller.futures import Future, FutureList, HangError, RestartError, WorkerDiedError
     from lockstep.single_controller.local import LOCAL, LocalWorkerGroup
     from lockstep.single_controller.placement import ResourcePoolManager, Role
     from lockstep.single_controller.ray_backend import (
@@ -44,7 +44,7 @@ _EXPORTS = {
         "register",
         "register_dispatch_mode",
     ),
-    "futures": ("Future", "FutureList", "WorkerDiedError"),
+    "futures": ("Future", "FutureList", "HangError", "RestartError", "WorkerDiedError"),
     "local": ("LOCAL", "LocalWorkerGroup"),
     "placement": ("ResourcePoolManager", "Role"),
     "ray_backend": ("RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "make_ray_backend"),
@@ -62,6 +62,7 @@ __all__ = [
     "Execute",
     "Future",
     "FutureList",
+    "HangError",
     "LocalWorkerGroup",
     "Place",
     "RayClassWithInitArgs",
@@ -69,6 +70,7 @@ __all__ = [
     "RayWorkerGroup",
     "ResourcePool",
     "ResourcePoolManager",
+    "RestartError",
     "Role",
     "Worker",
     "WorkerDiedError",

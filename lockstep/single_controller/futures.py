@@ -3,12 +3,31 @@
 import pickle
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-class WorkerDiedError(RuntimeError):
+class RestartError(RuntimeError):
+    """The workers cannot go on, but a restart from the last checkpoint can (`trainer.max_restarts`).
+
+    counts:  whether the restart is one of those that the config allows; if not, who raises it bounds their number.
+    changes: config keys of the restarted run, by dotted name.
+    """
+
+    def __init__(self, cause: str, *, counts: bool = True, changes: Mapping[str, Any] | None = None) -> None:
+        super().__init__(cause)
+        self.counts = counts
+        self.changes = dict(changes or {})
+
+
+class WorkerDiedError(RestartError):
     """The process of a worker has died."""
+
+
+class HangError(WorkerDiedError):
+    """The run was stuck and was ended by its watchdog (`trainer.on_hang`). may_restart: restart it from the last checkpoint."""
+
+    may_restart = False
 
 
 ON_WORKER = "on the worker:\n"

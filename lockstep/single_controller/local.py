@@ -12,6 +12,7 @@ from lockstep.single_controller.dispatch import Execute, separate_batch
 from lockstep.single_controller.futures import Future, FutureList
 from lockstep.single_controller.worker import worker_place
 from lockstep.single_controller.worker_group import Backend, ClassWithInitArgs, ResourcePool, WorkerGroup
+from lockstep.utils import step_stop
 
 
 class LocalFuture(Future):
@@ -54,8 +55,9 @@ class LocalWorkerGroup(WorkerGroup):
 
     def _submit(self, rank: int, method_name: str, args: list[Any], kwargs: dict[str, Any]) -> LocalFuture:
         try:
-            output = getattr(self.workers[rank], method_name)(*args, **kwargs)
-            return LocalFuture(asyncio.run(output) if inspect.iscoroutine(output) else output)
+            with step_stop.shielded():
+                output = getattr(self.workers[rank], method_name)(*args, **kwargs)
+                return LocalFuture(asyncio.run(output) if inspect.iscoroutine(output) else output)
         except Exception as error:  # noqa: BLE001 - the boundary between worker and controller
             error.add_note(self.failure_note(rank, method_name))
             return LocalFuture(error=error)

@@ -9,6 +9,7 @@
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -23,10 +24,17 @@ from typing import Any, Protocol
 
 from lockstep.single_controller.environment import ProcessEnvironment
 from lockstep.single_controller.futures import WorkerDiedError
+from lockstep.utils import heartbeat
 from lockstep.utils.child_process import how_it_ended, start_module, wait_or_kill
 
 CLOSE_TIMEOUT_S = 5.0
 """How long a process may take to end."""
+
+
+def role_and_number(name: str) -> tuple[str, int]:
+    """Of a name like "agent worker 1" or "agent worker 1 of 4"; 0 without a number."""
+    found = re.fullmatch(r"(.+?) (\d+)( of \d+)?", name)
+    return (name, 0) if found is None else (found[1], int(found[2]))
 
 
 class Peer(Protocol):
@@ -43,7 +51,12 @@ class Peer(Protocol):
 
 
 class MessageProcess(ABC):
-    """`send` and `receive` are called by one thread each; both raise WorkerDiedError if the process is dead."""
+    """`send` and `receive` are called by one thread each; both raise WorkerDiedError if the process is dead.
+
+    name: for messages.
+    """
+
+    name: str
 
     @abstractmethod
     def send(self, messages: list[Any]) -> None: ...
@@ -60,7 +73,7 @@ class MessageProcess(ABC):
 class ChildProcess(MessageProcess):
     """Ends with this process, also if that is killed: its connection breaks.
 
-    name:      for error messages.
+    name:      for error messages and reports.
     make_peer: called in the process.
     """
 
@@ -71,6 +84,7 @@ class ChildProcess(MessageProcess):
             self._process = start_module(__name__, remote.fileno(), pass_fds=(remote.fileno(),))
         with suppress(OSError):  # `receive` reports a process that died at once
             self._connection.send(ProcessEnvironment.capture(with_variables=True))
+            self._connection.send((heartbeat.current_link(), *role_and_number(name)))
             self._connection.send(make_peer)
 
     @property
@@ -111,6 +125,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[-1]))
     del os.environ["PYTHONPATH"]  # set for this process alone
     connection.recv().apply()
+    heartbeat.start(*connection.recv())
     peer: Peer = connection.recv()()
     forward = threading.Thread(target=_forward, args=(connection, peer), daemon=True)
     forward.start()

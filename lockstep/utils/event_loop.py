@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from lockstep.utils import step_stop
+
 T = TypeVar("T")
 
 
@@ -36,6 +38,26 @@ def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     else:
         is_running = True
     if not is_running:  # not in the `except`: errors of `main` would have the RuntimeError as their context
-        return asyncio.run(main())
+        return _run(main)
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(main())).result()
+
+
+def _run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """`asyncio.run`; if the step is given up meanwhile, `main` is cancelled and may clean up."""
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        if step_stop.is_given_up():  # before the loop ran
+            raise asyncio.CancelledError
+        return await main()
+
+    def cancel() -> None:
+        for loop, task in running:
+            loop.call_soon_threadsafe(task.cancel)
+
+    with step_stop.given_up_by(cancel):
+        return asyncio.run(cancellable())

@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lockstep.utils.progress import waiting
+
 _TEMPORARY = re.compile(r"\..+\.\d+-[0-9a-f]{8}\.tmp|\.writable-[a-z0-9_]{8}")
 """Names of temporary files."""
 
@@ -27,12 +29,13 @@ def atomic_writer(path: Path | str, sync: bool = True) -> Iterator[BinaryIO]:
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with waiting("file", str(path)):
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -63,11 +66,12 @@ def remove_temporary_files(folder: Path) -> None:
 
 def fsync_path(path: Path | str) -> None:
     """Flush one file's content, or one folder's entries, to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with waiting("file", str(path)):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def fsync_tree(folder: Path | str) -> None:

@@ -13,7 +13,7 @@ Reporting is a few assignments, so that inner loops can afford it; another threa
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -46,6 +46,11 @@ class Phase:
 _threads: dict[int, list[Phase]] = {}
 """The phases of each thread that has any, outermost first; a thread's id to its phases."""
 
+_completed: set[str] = set()
+"""Names of phases that have ended in this process."""
+
+_num_moves = 0
+
 _num_displays = 0
 """Live displays that show the phases; while there is one, nothing is logged."""
 
@@ -64,6 +69,22 @@ def phase(name: str) -> Iterator[None]:
             del phases[phases.index(entered) :]
         if not phases:
             _threads.pop(thread, None)
+        _completed.add(name)
+
+
+def moved() -> None:
+    """A sign of progress that no count shows, such as a finished request, for the watchdog."""
+    global _num_moves
+    _num_moves += 1
+
+
+def num_moves() -> int:
+    return _num_moves
+
+
+def is_completed(name: str) -> bool:
+    """Whether a phase of this name has ended in this process."""
+    return name in _completed
 
 
 def count(done: int, total: int, unit: str = "", call_began: float | None = None) -> None:
@@ -90,23 +111,32 @@ WaitKind = Literal[
 
 @dataclass(eq=False)
 class Wait:
-    """Something outside of this thread that it waits for. name: which one, such as a function, a tool, a URL, a path."""
+    """Something outside of this thread that it waits for.
+
+    name:   which one, such as a function, a tool, a URL, a path.
+    began:  when that began, in seconds of `time.monotonic`.
+    stacks: reads those of the process that it waits for, if that does not report to the watchdog itself.
+    """
 
     kind: WaitKind
     name: str
     began: float = field(default_factory=time.monotonic)
+    thread: int = field(default_factory=threading.get_ident)
+    stacks: Callable[[], str] | None = None
 
 
 _waits: set[Wait] = set()
 
 
 @contextmanager
-def waiting(kind: WaitKind, name: str) -> Iterator[None]:
-    """The block waits for something outside of this thread or coroutine."""
-    wait = Wait(kind, name)
+def waiting(
+    kind: WaitKind, name: str, began: float | None = None, stacks: Callable[[], str] | None = None
+) -> Iterator[Wait]:
+    """The block waits for something outside of this thread or coroutine; see `Wait`. began: now by default."""
+    wait = Wait(kind, name, time.monotonic() if began is None else began, stacks=stacks)
     _waits.add(wait)
     try:
-        yield
+        yield wait
     finally:
         _waits.discard(wait)
 
@@ -116,9 +146,14 @@ def waits() -> list[Wait]:
     return sorted(_waits.copy(), key=lambda wait: wait.began)
 
 
+def by_thread() -> dict[int, list[Phase]]:
+    """The phases of each thread that has any, outermost first; a thread's id to its phases."""
+    return {thread: phases for thread, own in list(_threads.items()) if (phases := list(own))}
+
+
 def current() -> list[list[Phase]]:
-    """The phases of each thread that has any, outermost first."""
-    return [phases for own in list(_threads.values()) if (phases := list(own))]
+    """`by_thread`, without the threads."""
+    return list(by_thread().values())
 
 
 def describe() -> tuple[str, float]:

@@ -134,13 +134,16 @@ def agreed_runs(
     max_tokens: int,
     group: "dist.ProcessGroup | None" = None,
     group_size: int = 1,
+    *,
+    longer_alone: bool = False,
 ) -> Partitions:
     """Rows in parts of at most `max_tokens`, as many on every rank; rows that share a prompt lie together, and it counts once.
 
     own, prompts: tokens of each row's response, and of its prompt.
     owners:       the first row with the same prompt.
     group_size:   rows that follow each other in groups of this size stay together.
-    Collective over `group`, whose ranks have equally many rows: where a row is longer than the budget, all of them raise.
+    longer_alone: a row or group that is longer than the budget is a part of its own; otherwise all ranks raise.
+    Collective over `group`, whose ranks have equally many rows.
     """
     units = [list(range(i, i + group_size)) for i in range(0, len(own), group_size)]
     units.sort(key=lambda rows: (owners[rows[0]], rows[0]))
@@ -150,7 +153,7 @@ def agreed_runs(
         return sum(own[i] for i in rows) + sum({owners[i]: prompts[i] for i in rows}.values())
 
     longest, row = max((cost([unit]), unit[0]) for unit in units)
-    if _least_and_most(DOES_NOT_FIT if longest > max_tokens else 1, group)[0] == DOES_NOT_FIT:
+    if not longer_alone and _least_and_most(DOES_NOT_FIT if longest > max_tokens else 1, group)[0] == DOES_NOT_FIT:
         which = f"sequence {row} has" if group_size == 1 else f"sequences {row} to {row + group_size - 1} have"
         where = f"{which} {longest} tokens," if longest > max_tokens else "a sequence on another rank has"
         raise ValueError(
@@ -159,7 +162,7 @@ def agreed_runs(
         )
     runs = _filled(units, max_tokens, cost)
     _, wanted = _least_and_most(len(runs), group)
-    even = _filled(units, max(-(-cost(units) // wanted), longest), cost)
+    even = _filled(units, min(max(-(-cost(units) // wanted), longest), max_tokens), cost)
     runs = even if len(even) <= wanted else runs
     while len(runs) < wanted:
         largest = max((run for run in runs if len(run) > 1), key=cost)

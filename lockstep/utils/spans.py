@@ -9,7 +9,7 @@ if the clock is set. Recording a span takes a few microseconds.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -21,6 +21,9 @@ R = TypeVar("R")
 
 MAX_SPANS = 20_000
 """Older spans are dropped, if nothing takes them."""
+
+NUM_RECENT = 30
+"""Spans that are kept for reports, also if they are taken."""
 
 Track = tuple[str, int]
 """A role and a rank of it."""
@@ -44,6 +47,11 @@ class Marker(Protocol):
 
 
 _spans: deque[Span] = deque(maxlen=MAX_SPANS)
+_recent: deque[Span] = deque(maxlen=NUM_RECENT)
+_calls: dict[int, tuple[str, Track]] = {}
+"""Calls of workers that have begun and not ended."""
+_last_call: tuple[str, Track] | None = None
+_num_ended: Counter[str] = Counter()
 _process_track: Track = ("controller", 0)
 _call_track: ContextVar[Track | None] = ContextVar("track", default=None)
 """That of the worker's call that this thread or coroutine is in."""
@@ -63,6 +71,7 @@ class span:
         self._outer = _call_track.get()
         if self._own is not None:
             _call_track.set(self._own)
+            _calls[id(self)] = self._name, self._own
         track = self._own or self._outer or _process_track
         self._mark = None if _marker is None else _marker.mark(self._name, track, self._own is not None)
         if self._mark is not None:
@@ -72,11 +81,20 @@ class span:
     def __exit__(self, *exception: object) -> None:
         end_us = (_EPOCH_NS + time.perf_counter_ns()) // 1000
         role, rank = self._own or self._outer or _process_track
-        _spans.append(Span(self._name, role, rank, (_EPOCH_NS + self._begin_ns) // 1000, end_us))
+        ended = Span(self._name, role, rank, (_EPOCH_NS + self._begin_ns) // 1000, end_us)
+        _spans.append(ended)
+        _recent.append(ended)
+        _num_ended[self._name] += 1
         if self._own is not None:
             _call_track.set(self._outer)
+            _end_call(self)
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
+
+
+def _end_call(call: span) -> None:
+    global _last_call
+    _last_call = _calls.pop(id(call), _last_call)
 
 
 def spanned(function: Callable[P, R]) -> Callable[P, R]:
@@ -96,6 +114,26 @@ def take_spans() -> list[Span]:
     while _spans:
         taken.append(_spans.popleft())
     return taken
+
+
+def recent_spans() -> list[Span]:
+    """The last spans that ended, whether they were taken or not."""
+    return list(_recent)
+
+
+def open_calls() -> list[tuple[str, Track]]:
+    """Calls of workers that are running in this process."""
+    return list(_calls.values())
+
+
+def last_call() -> tuple[str, Track] | None:
+    """The call of a worker that ended last in this process."""
+    return _last_call
+
+
+def num_ended(without: frozenset[str] = frozenset()) -> int:
+    """How many spans have ended in this process. without: names that do not count."""
+    return sum(count for name, count in _num_ended.copy().items() if name not in without)
 
 
 def set_track(role: str, rank: int) -> None:

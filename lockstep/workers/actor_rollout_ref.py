@@ -37,16 +37,17 @@ from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.protocol.require import require
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from lockstep.utils.audit import GapBound, RolloutGap
+from lockstep.utils import step_stop
 from lockstep.utils.checkpoint_folder import checkpoint_folder
 from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
+from lockstep.utils.rollout_gap import GapBound, RolloutGap
 from lockstep.weight_sync import WeightSyncWorker
 from lockstep.weight_sync.proof import MAX_NEW, canary_prompt
 from lockstep.workers.losses import ExpertLoad, SplitCheck, actor_loss_fn, has_advantages
 from lockstep.workers.rollout_batch import batch_of, recorded_routes, requests_of, sampling_params
-from lockstep.workers.updates import MetricMeans, micro_batching, mini_batches, num_mini_batches
+from lockstep.workers.updates import MetricMeans, limits_of, micro_batching, mini_batches, num_mini_batches
 
 _KEY = "actor_rollout_ref.model"
 MAX_STEPS = 8
@@ -174,6 +175,11 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                 self.rollout.sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def listen_for_stop(self, address: tuple[str, int]) -> None:
+        """End the generation of a batch early when the controller calls (`StopLine`)."""
+        step_stop.listen(address)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_generation(self) -> None:
         """Serve single requests until `end_generation`; no other method of this worker may be called in between."""
         with ExitStack() as serving:
@@ -275,6 +281,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     ) -> dict[str, torch.Tensor]:
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
         micro = micro_batching(
+            "old log-probs" if isinstance(sizes, RolloutConfig) else "reference log-probs",
             sizes.log_prob_micro_batch_size_per_gpu,
             sizes.log_prob_use_dynamic_bsz,
             sizes.log_prob_max_token_len_per_gpu,
@@ -299,7 +306,10 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         require(data, "input_ids", "responses", "response_mask", "advantages", "mini_batch")
         config, engine = self.config.actor, self.actor
         micro = micro_batching(
-            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+            "update actor",
+            config.ppo_micro_batch_size_per_gpu,
+            config.use_dynamic_bsz,
+            config.ppo_max_token_len_per_gpu,
         )
         no_pass = "old_log_probs" not in data.tensors  # which would have reported the entropy
         with_entropy = config.entropy_coeff != 0 or config.calculate_entropy or no_pass
@@ -325,17 +335,22 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                     options["routes"] = "replay" if replays else "compare" if gap is not None else None
                 audit.check_split(rows, actor_loss_fn(config, info, prepared), micro, **options)
                 metrics = engine.forward_backward(rows, loss_fn, micro, **options)
+                if load is not None:
+                    load.keep()
                 audit.check_loss(metrics, "actor/pg_loss")
                 if gap is not None:
-                    distance = gap.metrics(*engine.global_sum(*gap.sums()))
+                    sums = engine.global_sum(*gap.sums())
+                    distance = gap.metrics(sums)
                     if data.meta_info["rollout_gap"] == "check":
-                        self.gap_bound.check(distance)
+                        audit.problem("rollout_gap", self.gap_bound.problem(sums))
                     gap = None
                 # later the loss can be clipped everywhere
                 has_gradient = not len(means) and has_advantages(rows)
                 metrics["actor/grad_norm"] = audit.optimizer_step(expects_gradient=has_gradient)
                 means.add(metrics)
         metrics = means.result() | distance | {"actor/lr": engine.learning_rate} | self.memory.metrics()
+        if self.is_rollout:
+            metrics |= self.rollout.lowered_limits()
         if load is not None:
             metrics |= load.metrics(engine)
         if config.use_kl_loss:
@@ -347,6 +362,20 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         if self.is_rollout and self.rollout.info.shares_weights:
             self.rollout.policy_version += 1
         return DataProto(meta_info={"metrics": metrics, "findings": findings})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def limit_micro_batches(self, sizes: dict[str, int]) -> None:
+        """Use at most these sizes from now on, by config key."""
+        for limits in limits_of(*self._engines()):
+            limits.set(sizes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def lowered_micro_batches(self) -> list[tuple[str, int]]:
+        """Config keys and sizes that out of memory has lowered since the last call, in order."""
+        return [lowered for limits in limits_of(*self._engines()) for lowered in limits.take()]
+
+    def _engines(self) -> list[TrainEngine | None]:
+        return [getattr(self, "actor", None), getattr(self, "ref", None)]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, local_path: str, global_step: int = 0) -> None:

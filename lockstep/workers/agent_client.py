@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -21,6 +21,7 @@ from lockstep.protocol.generation import SamplingParams
 from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.single_controller.message_process import MessageProcess
 from lockstep.utils.event_loop import cancelled
+from lockstep.utils.progress import waiting
 from lockstep.workers.agent_worker import (
     KEY,
     Answer,
@@ -32,7 +33,7 @@ from lockstep.workers.agent_worker import (
     Ready,
     ToWorker,
     Withdraw,
-    waiting,
+    all_messages,
 )
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ Start = Callable[[int], MessageProcess]
 """Starts the process of the agent worker with this number."""
 
 MAX_STARTS = 3
-"""How often a conversation is started: it may be the cause of the deaths."""
+"""How often a conversation is started: it may be the cause of the deaths. So many deaths in a row of workers that were not ready yet
+are a failure."""
 
 
 @dataclass(eq=False)
@@ -83,7 +85,7 @@ class _Link:
         self.process.close()
 
     def _send(self) -> None:
-        while None not in (messages := waiting(self._outgoing)):
+        while None not in (messages := all_messages(self._outgoing)):
             try:
                 self.process.send(messages)
             except WorkerDiedError:  # `_receive` reports it
@@ -114,7 +116,11 @@ class _Link:
 
 
 class AgentClient:
-    """Holds conversations as `Agents` does, in `config.agent.num_workers` processes. config: that of the rollout."""
+    """Holds conversations as `Agents` does, in `config.agent.num_workers` processes.
+
+    config:       that of the rollout.
+    num_replaced: workers that died and were replaced.
+    """
 
     def __init__(self, config: RolloutConfig, start: Start) -> None:
         self.config = config
@@ -124,11 +130,13 @@ class AgentClient:
         """Held while workers are replaced or get a conversation."""
         self._failure: Exception | None = None
         self._is_closed = False
+        self.num_replaced = 0
+        self._num_unready_deaths = 0  # in a row
         self._links = [self._link(number) for number in range(config.agent.num_workers)]
 
     def wait_ready(self) -> None:
         """Wait until all workers can hold conversations; raises the exception of one that cannot."""
-        with self._changed:
+        with self._changed, waiting("worker", "agent workers, being started"):
             self._changed.wait_for(lambda: self._failure is not None or all(link.is_ready for link in self._links))
         if self._failure is not None:
             raise self._failure
@@ -151,9 +159,12 @@ class AgentClient:
                 link.held[begin.id] = held
             try:
                 return await self._hold(link, held, begin, generate)
-            except WorkerDiedError:
-                if is_last or link in self._links:  # in the list: the policy's worker died, or this client failed
+            except WorkerDiedError as error:
+                if link in self._links:  # the policy's worker died, or this client failed
                     raise
+                if is_last:
+                    cause = f"a conversation lost its agent worker {MAX_STARTS} times, and may be the cause: {error}"
+                    raise WorkerDiedError(cause) from error
         raise AssertionError("unreachable")
 
     async def _hold(self, link: _Link, held: _Held, begin: Begin, generate: Generate) -> ConversationResult:
@@ -166,12 +177,22 @@ class AgentClient:
                 held.inbox.put_nowait(error)
             finally:
                 del answers[ask.number]
+                wait_for_worker()
+
+        wait = ExitStack()
+
+        def wait_for_worker() -> None:
+            wait.close()
+            if not answers:  # else for the policy
+                wait.enter_context(waiting("worker", link.process.name))
 
         link.put(begin)
+        wait_for_worker()
         try:
             while not isinstance(message := await held.inbox.get(), End):
                 if isinstance(message, Ask):
                     answers[message.number] = asyncio.create_task(answer(message))
+                    wait_for_worker()
                 elif isinstance(message, Withdraw) and message.number in answers:
                     answers[message.number].cancel()
                 elif isinstance(message, Exception):
@@ -183,6 +204,7 @@ class AgentClient:
             raise
         finally:
             await cancelled(list(answers.values()))
+            wait.close()
             del link.held[begin.id]
         if message.error is not None:
             raise message.error
@@ -207,10 +229,14 @@ class AgentClient:
         """The link has ended: start another worker in its place, unless that would not help, and let go of its conversations."""
         with self._changed:
             try:
-                if self._is_closed or not link.is_ready or not isinstance(error, WorkerDiedError):
+                if self._is_closed or not isinstance(error, WorkerDiedError):
+                    raise error
+                self._num_unready_deaths = 0 if link.is_ready else self._num_unready_deaths + 1
+                if self._num_unready_deaths >= MAX_STARTS:
                     raise error
                 logger.warning("%s; starting its %d conversations again", error, len(link.held))
                 self._links[self._links.index(link)] = self._link(self._links.index(link))
+                self.num_replaced += 1
             except Exception as failure:  # noqa: BLE001 - raised by `hold`
                 self._failure = self._failure or failure
             for id, held in list(link.held.items()):

@@ -127,7 +127,7 @@ FromWorker = Ready | Ask | Withdraw | End
 ToWorker = Begin | Answer | Cancel
 
 
-def waiting(messages: "queue.SimpleQueue[T]") -> list[T]:
+def all_messages(messages: "queue.SimpleQueue[T]") -> list[T]:
     """All messages of the queue, at least one."""
     found = [messages.get()]
     while not messages.empty():
@@ -161,7 +161,7 @@ class AgentWorker:
         self._loop.call_soon_threadsafe(self._take, messages)
 
     def pull(self) -> list[FromWorker]:
-        return waiting(self._outgoing)
+        return all_messages(self._outgoing)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._closing.set)

@@ -30,7 +30,10 @@ class CriticWorker(ModelWorker):
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
         config = self.config
         micro = micro_batching(
-            config.forward_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
+            "values",
+            config.forward_micro_batch_size_per_gpu,
+            config.use_dynamic_bsz,
+            config.forward_max_token_len_per_gpu,
         )
         self.engine.onload()
         values = self.engine.forward(data.tensors, micro)["values"]
@@ -43,7 +46,10 @@ class CriticWorker(ModelWorker):
         require(data, "input_ids", "responses", "response_mask", "values", "returns", "mini_batch")
         config, engine = self.config, self.engine
         micro = micro_batching(
-            config.ppo_micro_batch_size_per_gpu, config.use_dynamic_bsz, config.ppo_max_token_len_per_gpu
+            "update critic",
+            config.ppo_micro_batch_size_per_gpu,
+            config.use_dynamic_bsz,
+            config.ppo_max_token_len_per_gpu,
         )
         means = MetricMeans()
         audit = self._audit

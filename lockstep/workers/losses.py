@@ -18,7 +18,8 @@ from lockstep.engines.train.train_engine import LossFn, TrainEngine
 from lockstep.protocol.columns import Batch
 from lockstep.protocol.tokens import entries
 from lockstep.registry import defined_at, describe
-from lockstep.utils.audit import AuditError, RolloutGap
+from lockstep.utils.audit import AuditError
+from lockstep.utils.rollout_gap import RolloutGap
 from lockstep.workers.updates import token_share
 
 
@@ -89,6 +90,13 @@ def actor_loss_fn(
             check(loss_of, outputs, rows, f"policy loss {defined_at(policy_loss)}")
         return loss_of(outputs, rows)
 
+    def restart() -> None:
+        if gap is not None:
+            gap.restart()
+        if load is not None:
+            load.restart()
+
+    loss_fn.restart = restart  # type: ignore[attr-defined]
     return loss_fn
 
 
@@ -103,12 +111,21 @@ class ExpertLoad:
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
+        self._kept: Tensor | None = None
 
     @torch.no_grad()
     def add(self, load: Tensor) -> None:
         """(B, layers, experts) of one part."""
         part = load.sum(0).double()
         self._sum = part if self._sum is None else self._sum + part
+
+    def keep(self) -> None:
+        """The mini-batch is complete."""
+        self._kept = self._sum
+
+    def restart(self) -> None:
+        """Drop the parts since the last `keep`: they are computed again."""
+        self._sum = self._kept
 
     def metrics(self, engine: TrainEngine) -> dict[str, float]:
         """The largest load of an expert relative to the mean, averaged over layers; collective."""

@@ -13,6 +13,7 @@ from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.single_controller import Dispatch, Worker, register
 from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
+from lockstep.workers.updates import limits_of
 
 
 class ModelWorker(Worker):
@@ -46,3 +47,14 @@ class ModelWorker(Worker):
         )
         self.engine = create_train_engine(config.strategy, spec, self.device)
         self._register_dispatch_collect_info(self.mesh, self.engine.dp_rank, self.engine.group_rank == 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def limit_micro_batches(self, sizes: dict[str, int]) -> None:
+        """Use at most these sizes from now on, by config key."""
+        for limits in limits_of(self.engine):
+            limits.set(sizes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def lowered_micro_batches(self) -> list[tuple[str, int]]:
+        """Config keys and sizes that out of memory has lowered since the last call, in order."""
+        return [lowered for limits in limits_of(self.engine) for lowered in limits.take()]

@@ -48,7 +48,10 @@ class RewardModelWorker(ModelWorker):
         require(data, "input_ids", "attention_mask", "position_ids", "responses", "response_mask")
         config = self.config
         micro = micro_batching(
-            config.micro_batch_size_per_gpu, config.use_dynamic_bsz, config.forward_max_token_len_per_gpu
+            "reward model",
+            config.micro_batch_size_per_gpu,
+            config.use_dynamic_bsz,
+            config.forward_max_token_len_per_gpu,
         )
         rows = data.tensors if self.policy_tokenizer is None else self._reencode(data, self.policy_tokenizer)
         self.engine.onload()

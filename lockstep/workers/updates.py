@@ -6,14 +6,26 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.engines.train.train_engine import MicroBatching
+from lockstep.config.micro_batches import RL
+from lockstep.engines.train.micro_batch_limits import MicroBatchLimits
+from lockstep.engines.train.token_engine import TokenEngine
+from lockstep.engines.train.train_engine import MicroBatching, TrainEngine
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import Batch
 from lockstep.utils.progress import phase
 
 
-def micro_batching(num_rows: int | None, use_dynamic_bsz: bool | None, max_tokens: int) -> MicroBatching:
-    return MicroBatching(max_tokens=max_tokens) if use_dynamic_bsz else MicroBatching(num_rows=num_rows)
+def micro_batching(phase: str, num_rows: int | None, use_dynamic_bsz: bool | None, max_tokens: int) -> MicroBatching:
+    """phase: whose keys these are (`config/micro_batches.py`)."""
+    if use_dynamic_bsz:
+        return MicroBatching(max_tokens=max_tokens, key=RL[phase].tokens)
+    return MicroBatching(num_rows=num_rows, key=RL[phase].rows)
+
+
+def limits_of(*engines: TrainEngine | None) -> list[MicroBatchLimits]:
+    """The limits on micro-batches after out of memory, of engines that have them; None is skipped."""
+    distinct = {id(engine): engine for engine in engines}
+    return [engine.limits for engine in distinct.values() if isinstance(engine, TokenEngine)]
 
 
 def num_mini_batches(data: DataProto) -> int:

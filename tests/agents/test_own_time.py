@@ -24,7 +24,7 @@ def test_waiting_for_the_policy_does_not_count() -> None:
             first = await own_time.sample(ANSWER)
             return [first, *await asyncio.gather(*(own_time.sample(ANSWER) for _ in range(3)))]
 
-        return await own_time.limit(hold(), 0.2), own_time.seconds
+        return await own_time.limit(hold(), 0.2, "program", "p"), own_time.seconds
 
     answers, seconds = asyncio.run(main())
     assert answers == [ANSWER] * 4 and 0 <= seconds < 0.2
@@ -46,7 +46,7 @@ def test_own_time_ends_the_call(waits_first: bool, monkeypatch: pytest.MonkeyPat
             finally:
                 ended.append("cancelled")
 
-        await own_time.limit(hold(), 0.1)
+        await own_time.limit(hold(), 0.1, "program", "p")
 
     with pytest.raises(OutOfTimeError):
         asyncio.run(main())
@@ -59,7 +59,7 @@ def test_errors_pass(error: Exception) -> None:
         async def fail() -> None:
             raise error
 
-        await OwnTime(policy).limit(fail(), 5.0)
+        await OwnTime(policy).limit(fail(), 5.0, "program", "p")
 
     with pytest.raises(type(error), match="of the graph"):
         asyncio.run(main())

@@ -43,6 +43,7 @@ class Kind:
     says:    what the one line of an exit code 1 or 2 names: one of these.
     lines:   most error lines; 2 if the controller may report the fault and then die of it too.
     weight:  its share of the cases.
+    more:    further settings of all runs of the case.
     """
 
     inject: Callable[["Bench", Case, Path], Ended]
@@ -51,6 +52,7 @@ class Kind:
     says: tuple[str, ...] = ()
     lines: int = 1
     weight: float = 1.0
+    more: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,15 @@ class Bench:
         remove(folder)
         folder.mkdir()
         kind = KINDS[case.kind]
-        ended = kind.inject(self, case, folder)
-        message = " | ".join(ended.errors)
-        problem = _wrong_end(ended, kind) or _left(ended, folder)
-        if not problem:
-            problem = self._resume(case.config, folder, baseline)
+        self.lab.more = kind.more
+        try:
+            ended = kind.inject(self, case, folder)
+            message = " | ".join(ended.errors)
+            problem = _wrong_end(ended, kind) or _left(ended, folder)
+            if not problem:
+                problem = self._resume(case.config, folder, baseline)
+        finally:
+            self.lab.more = ()
         return Outcome(case, ended.code, ended.hit, message, problem)
 
     def _resume(self, config: str, folder: Path, baseline: Baseline) -> str:
@@ -266,6 +272,10 @@ def _memory_limit(bench: Bench, case: Case, folder: Path) -> Ended:
 
 
 STOPPED = (0, 130)
+WITH_AGENTS = (*LOCAL, "agents")
+SHORT = "trainer.preemption_grace_s=0.01"
+"""A step is discarded unless its update has begun."""
+LONG = "trainer.preemption_grace_s=60"
 DISK = (0, 1, 2)
 
 KINDS: dict[str, Kind] = {
@@ -288,6 +298,20 @@ KINDS: dict[str, Kind] = {
     "killed reward worker": Kind(_kill_process("lockstep.rewards.worker"), codes=(0, 1), says=("reward",)),
     "killed data-loader worker": Kind(
         _at_time(_kill_loader), configs=("grpo",), codes=(0, 1), says=("data.dataloader_num_workers",)
+    ),
+    "killed agent worker": Kind(
+        _kill_process("single_controller.message_process"), configs=("agents",), codes=(0, 1), says=("agent worker",)
+    ),
+    "pre-emption": Kind(_signal(signal.SIGTERM), configs=WITH_AGENTS, codes=STOPPED, more=(SHORT,), weight=2),
+    "pre-emption at an event": Kind(_at_event("term"), configs=WITH_AGENTS, codes=STOPPED, more=(SHORT,)),
+    "pre-emption of all processes": Kind(_at_time(_signal_all), configs=WITH_AGENTS, codes=STOPPED, more=(SHORT,)),
+    "pre-emption with time for the step": Kind(_signal(signal.SIGTERM), codes=STOPPED, more=(LONG,), weight=0.5),
+    "Ray: pre-emption": Kind(_signal(signal.SIGTERM), configs=("ray",), codes=STOPPED, more=(SHORT,), weight=0.25),
+    "Ray: killed worker, restarted": Kind(
+        _kill_process("ray::WorkerHost"), configs=("ray",), more=("trainer.max_restarts=2",), weight=0.25
+    ),
+    "Ray: killed worker of separate pools, replaced or restarted": Kind(
+        _kill_process("ray::WorkerHost"), configs=("split",), more=("trainer.max_restarts=2",), weight=0.25
     ),
     "Ray: SIGTERM": Kind(_signal(signal.SIGTERM), configs=("ray",), codes=STOPPED, weight=0.25),
     "Ray: SIGTERM to all processes": Kind(_at_time(_signal_all), configs=("ray",), codes=(0, 1, 130), weight=0.25),

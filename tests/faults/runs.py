@@ -51,8 +51,43 @@ SETTINGS = {
         "trainer.n_gpus_per_node=2",
         "trainer.val_before_train=false",
     ),
+    "split": (
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.n_gpus_per_node=2",
+        "trainer.placement=split",
+        "trainer.val_before_train=false",
+    ),
+    "agents": (
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "actor_rollout_ref.rollout.agent.default_agent_loop={files}/loop.py:TwoTurns",
+        "actor_rollout_ref.rollout.agent.num_workers=2",
+        "data.max_response_length=60",
+    ),
 }
-"""Configurations by name."""
+"""Configurations by name; {files} is the folder of the files that all runs read."""
+
+LOOP = """\
+from lockstep.agents.loops import AgentLoop
+
+class TwoTurns(AgentLoop):
+    async def run(self, conversation):
+        await conversation.generate(stop_token_ids=range(259))
+        if conversation.add([{"role": "user", "content": "again"}]):
+            await conversation.generate(stop_token_ids=range(259))
+"""
+
+OWN_METRICS = (
+    "time",
+    "timing",
+    "perf/",
+    "training/restarts",
+    "training/agent_workers",
+    "training/rollout_repairs",
+    "weight_sync/",
+)
+"""Metrics that each run has its own of."""
 
 REWARD = """\
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -85,6 +120,7 @@ class Lab:
     """Runs in folders under `folder`, one at a time; use it as a context manager.
 
     teardown: let the interpreter free all modules at the end of a run, as that of a user does.
+    more:     further settings of all runs.
     """
 
     def __init__(self, folder: Path, teardown: bool = True) -> None:
@@ -96,6 +132,8 @@ class Lab:
         write_rows(self.folder / "files" / "train.parquet", 16)
         write_rows(self.folder / "files" / "val.parquet", 4)
         (self.folder / "files" / "reward.py").write_text(REWARD)
+        (self.folder / "files" / "loop.py").write_text(LOOP)
+        self.more: tuple[str, ...] = ()
         # Ray keeps the logs of its sessions; paths of its sockets must be short
         self._ray_logs = tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -109,6 +147,8 @@ class Lab:
             "PYTHONPATH": str(Path(__file__).parents[2]),
             MARK: self.mark,
         }
+        self.run_variables: dict[str, str] = {}
+        """Further environment variables of the next run."""
         self._server: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> "Lab":
@@ -138,7 +178,8 @@ class Lab:
             "trainer.save_freq=2",
             "trainer.test_freq=2",
             f"trainer.default_local_dir={run_dir}",
-            *SETTINGS[name],
+            *(setting.format(files=self.folder / "files") for setting in SETTINGS[name]),
+            *self.more,
         ]
 
     def run(
@@ -153,7 +194,7 @@ class Lab:
     ) -> Ended:
         """Run configuration `name` in `folder/run`. disturb: called once it is started. fresh: in a new interpreter."""
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
-        variables = {"TMPDIR": str(folder / "tmp")}
+        variables = {"TMPDIR": str(folder / "tmp")} | self.run_variables
         overrides = self.overrides(name, folder / "run")
         if fresh:
             return self._run_fresh(folder, overrides, variables)
@@ -280,9 +321,9 @@ def result(run_dir: Path) -> dict[str, Any]:
         if Path(name).name not in NOT_COMPARED and not (is_on_ray and "extra_rank" in name)
     }
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    untimed = [
-        {key: value for key, value in row.items() if not key.startswith(("time", "timing", "perf/"))} for row in rows
-    ]
+    untimed = [{key: value for key, value in row.items() if not key.startswith(OWN_METRICS)} for row in rows]
+    if any("num_turns/mean" in row for row in rows):  # the last bits depend on which requests were decoded together
+        untimed = [{k: v for k, v in row.items() if not k.startswith("training/rollout_")} for row in untimed]
     return {"files": files, "metrics": untimed}
 
 

@@ -14,7 +14,8 @@ from lockstep.trainer.ppo.audit import (
     check_policy_version,
     rollout_gap,
 )
-from lockstep.utils.audit import GapBound
+from lockstep.utils.audit import Audits
+from lockstep.utils.rollout_gap import GapBound, RolloutGap
 from tests.tiny import random_batch
 
 
@@ -27,36 +28,54 @@ def batch() -> DataProto:
 
 
 def test_a_number_that_is_not_finite_is_named_with_its_row(batch: DataProto) -> None:
-    check_finite(batch, "advantages", "values", "not_there")
+    check_finite(Audits({}), batch, "advantages", "values", "not_there")
     batch.tensors["advantages"][4, 0] = float("nan")
     with pytest.raises(AuditError, match="'advantages' is not finite in 1 of 6 rows, first row 4"):
-        check_finite(batch, "values", "advantages")
+        check_finite(Audits({}), batch, "values", "advantages")
 
 
 def test_a_masked_place_may_hold_anything(batch: DataProto) -> None:
     batch.tensors["advantages"][:, 2] = float("inf")
-    check_finite(batch, "advantages")
+    check_finite(Audits({}), batch, "advantages")
 
 
 def test_rollouts_of_another_policy_version(batch: DataProto) -> None:
-    check_policy_version(batch, 3)
+    check_policy_version(Audits({}), batch, 3)
     batch.tensors["policy_version"][1] = 2
-    with pytest.raises(AuditError, match=r"versions \[2, 3\], the trainer is at 3$"):
-        check_policy_version(batch, 3)
+    with pytest.raises(
+        AuditError,
+        match=r"versions \[2, 3\], the trainer is at 3 \(audit policy_version;",
+    ):
+        check_policy_version(Audits({}), batch, 3)
 
 
 def test_staleness_is_bounded(batch: DataProto) -> None:
     batch.tensors["policy_version"][1] = 1
-    check_policy_version(batch, 3, max_staleness=2)
+    check_policy_version(Audits({}), batch, 3, max_staleness=2)
     with pytest.raises(AuditError, match=r"versions \[1, 3\], the trainer is at 3; at most 1 updates earlier"):
-        check_policy_version(batch, 3, max_staleness=1)
+        check_policy_version(Audits({}), batch, 3, max_staleness=1)
     with pytest.raises(AuditError, match="the trainer is at 2"):
-        check_policy_version(batch, 2, max_staleness=4)
+        check_policy_version(Audits({}), batch, 2, max_staleness=4)
+
+
+def test_versions_of_tokens(batch: DataProto) -> None:
+    audits = Audits({"policy_version": "warn"})
+    versions = torch.full(batch.tensors["responses"].shape, 3)
+    versions[0, :4] = torch.tensor([2, -1, 2, 3])
+    batch.tensors["policy_versions"] = versions
+    check_policy_version(audits, batch, 3, max_staleness=1)
+    assert not audits.take_findings()
+    versions[0, 3] = 1
+    check_policy_version(audits, batch, 3, max_staleness=2)
+    assert audits.take_findings()["policy_version"].endswith("after those of a newer one: versions [2, 1, 3]")
+    versions[0, 3] = 4
+    check_policy_version(audits, batch, 3, max_staleness=2)
+    assert "versions [2, 3, 4], the trainer is at 3" in audits.take_findings()["policy_version"]
 
 
 def gap_of(batch: DataProto, bound: GapBound, gap: float, **options: bool) -> float:
     batch.tensors["rollout_log_probs"] = batch.tensors["old_log_probs"] + gap
-    return rollout_gap(batch, bound, **options)["training/rollout_log_probs_gap"]
+    return rollout_gap(Audits({}), batch, bound, **options)["training/rollout_log_probs_gap"]
 
 
 def test_a_gap_beyond_the_type_stops_the_run_and_is_named(batch: DataProto) -> None:
@@ -92,18 +111,28 @@ def test_a_corrected_gap_is_reported_and_sets_no_bound(batch: DataProto) -> None
     bound = GapBound(torch.float32)
     assert gap_of(batch, bound, 1.0, is_expected=True) == pytest.approx(1.0, abs=1e-3)
     assert bound.bound is None
-    bound.check({})  # no token
+    assert bound.problem(RolloutGap().sums()) is None  # no token
     assert bound.bound is None
 
 
 def test_steps_that_teach_nothing_are_told(batch: DataProto, caplog: pytest.LogCaptureFixture) -> None:
-    idle = IdleSteps()
+    audits = Audits({"advantages": "warn"})
+    idle = IdleSteps(audits)
     idle.note(batch)
-    assert not caplog.messages
+    assert audits.log() == {} and not caplog.messages
     batch.tensors["advantages"] *= 1 - batch.tensors["response_mask"]
-    for _ in range(5):
+    for number in range(1, 6):
         idle.note(batch)
-    assert [m.split(":")[0] for m in caplog.messages] == [f"every advantage is zero for {n} step(s)" for n in (1, 2, 4)]
+        assert audits.log() == {"audit/advantages": number}
+    assert [m.split(":")[1] for m in caplog.messages] == [
+        f" every advantage is zero for {n} step(s)" for n in (1, 2, 4)
+    ]
+    batch.tensors["advantages"] += 0.5
+    idle.note(batch)
+    assert audits.take_findings()["advantages"].startswith("every advantage is 0.5 for 1 step(s): good and bad")
+    batch.tensors["advantages"][0] += 0.1
+    idle.note(batch)
+    assert not audits.take_findings()
 
 
 def test_steps_whose_every_response_is_cut_are_told(batch: DataProto, caplog: pytest.LogCaptureFixture) -> None:

@@ -83,7 +83,8 @@ class InThisProcess(MessageProcess):
     """An agent worker without a process. `died`: stands for its death."""
 
     def __init__(self, setup: AgentSetup) -> None:
-        self.worker = AgentWorker("agent worker 0 of 2", setup)
+        self.name = "agent worker 0 of 2"
+        self.worker = AgentWorker(self.name, setup)
         self.died = threading.Event()
 
     def send(self, messages: list[Any]) -> None:

@@ -21,6 +21,7 @@ from lockstep.agents.renderer import Message
 from lockstep.agents.tools import calls
 from lockstep.agents.tools.calls import ToolError, finite, run_contained
 from lockstep.registry import name_from_data
+from lockstep.utils.progress import waiting
 from lockstep.utils.untrusted import message_of, valid_text
 
 logger = logging.getLogger(__name__)
@@ -60,12 +61,13 @@ class Calls:
             return await result if inspect.isawaitable(result) else result
 
         with _as_episode_error():
-            return await run_contained(f"environment {self.name}", start, self.timeout_s)
+            return await run_contained("environment", self.name, start, self.timeout_s)
 
     async def in_loop(self, result: Awaitable[T]) -> T:
         """Await the answer of an asynchronous client, on this event loop."""
         try:
-            return await asyncio.wait_for(result, self.timeout_s)
+            with waiting("environment", self.name):
+                return await asyncio.wait_for(result, self.timeout_s)
         except TimeoutError as error:
             raise EpisodeError(message_of(error) or f"took longer than {self.timeout_s:g} s") from error
         except Exception as error:

@@ -76,7 +76,8 @@ class VerifiersAgent(ProgramAgent):
         rollout = _episode(config_of(data.name, data.options), index, address, token)
         running = asyncio.run_coroutine_threadsafe(rollout, self._threads[asyncio.get_running_loop()].loop)
         try:
-            return json.dumps(await own_time.limit(asyncio.wrap_future(running), self.config.timeout_s))
+            episode = asyncio.wrap_future(running)
+            return json.dumps(await own_time.limit(episode, self.config.timeout_s, "environment", entry))
         except OutOfTimeError:
             raise ProgramError(f"it exceeded {KEY}.timeout_s={self.config.timeout_s:g}") from None
         except ProgramError:

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -135,7 +136,8 @@ class ProgramAgent(AgentLoop):
             except OSError as error:
                 raise ProgramError(f"it cannot be started: {error}") from error
             try:
-                code = await own_time.limit(process.wait(), self.config.timeout_s)
+                name = f"{shlex.join(self.config.command)} (pid {process.pid})"
+                code = await own_time.limit(process.wait(), self.config.timeout_s, "program", name)
             except OutOfTimeError:
                 raise ProgramError(
                     f"it exceeded {KEY}.timeout_s={self.config.timeout_s:g}{_logged(stdout, stderr)}"

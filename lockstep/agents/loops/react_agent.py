@@ -47,6 +47,7 @@ class ReactAgent(AgentLoop):
             ) from error
         self.timeout_s = timeout_s
         self.has_graph = graph is not None
+        self.name = graph or "react_agent"
         self.limits = CallLimits.of(setup.config)
         schemas = {name: tool.tool_schema.model_dump(exclude_unset=True) for name, tool in setup.tools.items()}
         build = react_graph if graph is None else load_plugin("react_agent: graph", _reference(graph))
@@ -96,7 +97,7 @@ class ReactAgent(AgentLoop):
         config = {"recursion_limit": MAX_STEPS, "configurable": {"row": conversation.row}}
         try:
             call = self.graph.ainvoke({"messages": list(conversation.row["raw_prompt"])}, config=config)
-            await own_time.limit(call, self.timeout_s)
+            await own_time.limit(call, self.timeout_s, "program", self.name)
         except LimitReachedError as limit:
             return limit.reason
         except Exception as error:  # noqa: BLE001 - a user's graph may raise anything: it costs its own conversation

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable
+from contextlib import ExitStack
 from typing import TypeVar
 
 from lockstep.agents.conversation import Conversation, Generate
@@ -11,6 +12,7 @@ from lockstep.agents.endpoint.recorder import SessionRecorder, trajectories_of
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol.generation import Completion, GenerationRequest
 from lockstep.utils.event_loop import cancelled
+from lockstep.utils.progress import WaitKind, waiting
 
 T = TypeVar("T")
 
@@ -27,6 +29,8 @@ class OwnTime:
 
     def __init__(self, sample: Generate) -> None:
         self._policy = sample
+        self._holder: tuple[WaitKind, str] | None = None
+        self._wait = ExitStack()  # entered while the holder, not the policy, is at work
         self._began = time.monotonic()
         self._waited_s = 0.0  # for the policy, until no request was open
         self._num_open = 0
@@ -36,6 +40,7 @@ class OwnTime:
         """A turn of the policy."""
         if not self._num_open:
             self._open_since = time.monotonic()
+            self._wait.close()
         self._num_open += 1
         try:
             return await self._policy(request)
@@ -43,15 +48,25 @@ class OwnTime:
             self._num_open -= 1
             if not self._num_open:
                 self._waited_s += time.monotonic() - self._open_since
+                self._wait_for_holder()
+
+    def _wait_for_holder(self) -> None:
+        if self._holder is not None:
+            self._wait.enter_context(waiting(*self._holder))
 
     @property
     def seconds(self) -> float:
         now = time.monotonic()
         return now - self._began - self._waited_s - (now - self._open_since if self._num_open else 0.0)
 
-    async def limit(self, call: Awaitable[T], timeout_s: float) -> T:
-        """The result of `call`; OutOfTimeError, and the call is cancelled, after `timeout_s` of own time."""
+    async def limit(self, call: Awaitable[T], timeout_s: float, kind: WaitKind, name: str) -> T:
+        """The result of `call`; OutOfTimeError, and the call is cancelled, after `timeout_s` of own time.
+
+        kind, name: what holds the conversation.
+        """
         task = asyncio.ensure_future(call)
+        self._holder = kind, name
+        self._wait_for_holder()
         try:
             while not task.done():
                 if (left_s := timeout_s - self.seconds) <= 0:
@@ -60,6 +75,8 @@ class OwnTime:
             return task.result()
         finally:
             await cancelled([task])
+            self._holder = None
+            self._wait.close()
 
 
 def answer_settings(conversation: Conversation, rollout: RolloutConfig, *, force_sampling: bool) -> AnswerSettings:

@@ -168,7 +168,7 @@ class ToolAgent(AgentLoop):
         return conversation.add([{"role": "user", "content": text}])
 
     async def _contained(self, interaction: BaseInteraction, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return await run_contained(f"interaction {interaction.name}", start, self.limits.timeout_s)
+        return await run_contained("interaction", interaction.name, start, self.limits.timeout_s)
 
 
 def check_tools_kwargs(row: Mapping[str, Any], tools: Mapping[str, BaseTool]) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import math
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from lockstep.agents.tool_parser import FunctionCall
 from lockstep.agents.tools.threads import run_in_thread
 from lockstep.agents.tools.tool import BaseTool
 from lockstep.config.actor_rollout_ref import MultiTurnConfig
+from lockstep.utils.progress import WaitKind, waiting
 from lockstep.utils.untrusted import JSON_ERRORS, is_valid, message_of
 
 logger = logging.getLogger(__name__)
@@ -162,14 +164,26 @@ class ToolSession:
         async def start() -> T:
             return read(await method(*arguments, **options))
 
-        what = f"tool {tool.name}" if method == tool.execute else f"{method.__name__} of tool {tool.name}"
-        return await run_contained(what, start, self.limits.timeout_s)
+        step = "" if method == tool.execute else method.__name__
+        return await run_contained("tool", tool.name, start, self.limits.timeout_s, step)
 
 
-async def run_contained(what: str, start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-    """Run a user's coroutine under a deadline; ToolError if it fails in any way."""
+async def run_contained(
+    kind: WaitKind, name: str, start: Callable[[], Coroutine[Any, Any, T]], timeout_s: float, step: str = ""
+) -> T:
+    """Run a user's coroutine under a deadline; ToolError if it fails in any way.
+
+    kind, name: whose coroutine it is. step: which one, if it is not the main one.
+    """
+    what = f"{step} of {kind} {name}" if step else f"{kind} {name}"
     try:
-        return await run_in_thread(start, timeout_s)
+        with waiting(kind, f"{name}, {step}" if step else name) as wait:
+
+            async def begin() -> T:
+                wait.began = time.monotonic()  # it may have waited for a thread
+                return await start()
+
+            return await run_in_thread(begin, timeout_s)
     except ToolError as error:
         chosen = ToolError(message_of(error, MAX_CHOSEN_CHARS))
         _log_once(what, chosen)

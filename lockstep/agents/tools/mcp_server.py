@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.agents.tools.calls import ToolError
+from lockstep.utils.progress import waiting
 
 if TYPE_CHECKING:
     from mcp import Client, Tool
@@ -62,7 +63,8 @@ class McpServer:
     def list_tools(self) -> "list[Tool]":
         """The tools that the server offers; ValueError if it cannot be reached."""
         try:
-            return _submit(self._list_tools()).result()
+            with waiting("server", f"MCP server {self.name} ({self._place})"):
+                return _submit(self._list_tools()).result()
         except ToolError as error:
             raise ValueError(f"MCP server {error}") from error
 
@@ -101,7 +103,8 @@ class McpServer:
             session = self._connected()
             client = await asyncio.shield(session.client)  # others wait for it too
             try:
-                return await client.call_tool(tool, arguments, read_timeout_seconds=timeout_s)
+                with waiting("tool", f"{tool} of MCP server {self.name} ({self._place})"):
+                    return await client.call_tool(tool, arguments, read_timeout_seconds=timeout_s)
             except MCPError as error:
                 if error.code == REQUEST_TIMEOUT:
                     limit = "" if timeout_s is None else f": more than {timeout_s:g} s"

@@ -6,6 +6,7 @@
 logits processor: seeds, filters and log-probs mean the same in both engines, and may differ between rows.
 """
 
+import logging
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from lockstep.engines.rollout.rollout_engine import (
     check_against_transformers,
     evaluation_mode,
     longest_sequence,
+    shortage_of,
     stop_tokens,
 )
 from lockstep.models.attention import ATTENTION_NAME
@@ -38,6 +40,9 @@ from lockstep.models.length_switches import ORIGINAL, miniature, switch_lengths
 from lockstep.models.model_check import transformers_forward
 from lockstep.models.rope import rope_limit
 from lockstep.protocol.generation import Completion, GenerationRequest, StopReason
+from lockstep.utils.metrics import MinOverRanks
+
+logger = logging.getLogger(__name__)
 
 
 class HFEngine(ModuleEngine):
@@ -49,6 +54,7 @@ class HFEngine(ModuleEngine):
         self.pad_token_id = pad_token_id
         self.max_model_len = longest_sequence(config)
         self.model: Any = None
+        self.max_num_seqs = config.max_num_seqs  # lowered if memory does not suffice
         self._requests: dict[int, GenerationRequest] = {}
         self._model_is_checked = False
 
@@ -71,11 +77,36 @@ class HFEngine(ModuleEngine):
 
     def step(self) -> dict[int, Completion]:
         """All of the response of up to `max_num_seqs` requests."""
-        batch = dict(islice(self._requests.items(), self.config.max_num_seqs))
-        completions = self._generate_batch(list(batch.values()))
+        batch = dict(islice(self._requests.items(), self.max_num_seqs))
+        completions: list[Completion] = []
+        shortage = shortage_of(lambda: completions.extend(self._generate_batch(list(batch.values()))))
+        if shortage is not None:
+            self._lower_batch(list(batch.values()), shortage)
+            return {}
         for request_id in batch:
             del self._requests[request_id]
         return dict(zip(batch, completions))
+
+    def _lower_batch(self, batch: Sequence[GenerationRequest], shortage: str) -> None:
+        """Generate fewer at once from now on."""
+        if len(batch) == 1:
+            prompt, new = len(batch[0].prompt_ids), batch[0].sampling.max_tokens
+            raise MemoryError(
+                f"a single sequence of {prompt} prompt tokens and up to {new} new ones does not fit: {shortage}; lower "
+                "data.max_response_length or data.max_prompt_length"
+            )
+        self.max_num_seqs = len(batch) // 2
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        logger.warning(
+            "out of memory for %d sequences at once (%s): the limit is %d from now on; set "
+            "actor_rollout_ref.rollout.max_num_seqs=%d",
+            *(len(batch), shortage, self.max_num_seqs, self.max_num_seqs),
+        )
+
+    def lowered_limits(self) -> dict[str, float]:
+        lowered = self.max_num_seqs < self.config.max_num_seqs
+        return {"perf/rollout_limit/max_num_seqs": MinOverRanks(self.max_num_seqs)} if lowered else {}
 
     def unfinished(self) -> list[int]:
         return list(self._requests)

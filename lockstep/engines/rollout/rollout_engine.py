@@ -24,7 +24,9 @@ from lockstep.models.tensor_group import tensor_group
 from lockstep.models.token_models import PolicyModel
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.fingerprint import fingerprint
+from lockstep.utils.out_of_memory import is_out_of_memory
 from lockstep.utils.progress import count
+from lockstep.utils.step_stop import generation_stopped
 
 
 class RolloutEngine(ABC):
@@ -72,9 +74,14 @@ class RolloutEngine(ABC):
         for place, request in enumerate(requests):
             self.add(place, request)
         completions: dict[int, Completion] = {}
+        # the ranks of a tensor-parallel group must take the same steps
+        can_stop = self.config.tensor_model_parallel_size == 1
         while len(completions) < len(requests):
             completions |= responses_of(self.step())
             count(len(completions), len(requests), "sequences")
+            if can_stop and generation_stopped.is_set():  # the responses are for a step that is discarded
+                completions |= self.abort(self.unfinished())
+                return [completions.get(place, Completion([], [], "abort", [])) for place in range(len(requests))]
         return [completions[place] for place in range(len(requests))]
 
     @contextmanager
@@ -151,6 +158,10 @@ class RolloutEngine(ABC):
 
     def wake(self) -> None:  # noqa: B027
         """Undo `sleep`; the next request does so too."""
+
+    def lowered_limits(self) -> dict[str, float]:
+        """As metrics: what the engine does less of at once than configured, since it ran out of memory."""
+        return {}
 
     def released_bytes(self) -> int:
         """Device memory that torch counts as allocated although `sleep` released it."""
@@ -282,6 +293,17 @@ def copy_weights(model: nn.Module, weights: Iterator[tuple[str, Tensor]]) -> Non
                     f"update_weights: {name} has shape {tuple(value.shape)}, but {shape} in the rollout model"
                 )
             state[name].copy_(value if split is None else split.take(name, value))
+
+
+def shortage_of(call: Callable[[], object]) -> str | None:
+    """Why memory did not suffice for the call; None if it did. What the call had allocated is free when this returns."""
+    try:
+        call()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return str(error).partition("\n")[0].partition(". GPU ")[0] or "MemoryError"
+    return None
 
 
 @contextmanager

@@ -50,6 +50,14 @@ class LayerCheckpointing:
         for index, layer in enumerate(self._layers):
             layer.gradient_checkpointing = index >= num_kept
 
+    def keep_nothing(self) -> bool:
+        """Checkpoint every layer from now on; False if all of them are."""
+        has_changed = self._adapts and not all(layer.gradient_checkpointing for layer in self._layers)
+        self._adapts = False
+        for layer in self._layers:
+            layer.gradient_checkpointing = True
+        return has_changed
+
     def _missing_gradients(self) -> int:
         """Bytes that the backward pass will allocate for gradients of this rank's shards."""
         missing = [p for p in self._trained if p.grad is None]

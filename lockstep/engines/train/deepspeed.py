@@ -185,6 +185,10 @@ class DeepSpeedEngine(TokenEngine):
                 yield name, whole
         weights.close()
 
+    @property
+    def _can_retry(self) -> bool:
+        return False  # DeepSpeed counts micro-batches, and has reduced a part of the gradient
+
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         # The gradient is the sum of the ranks' shares; DeepSpeed takes their mean.
         self._wrapped.set_gradient_accumulation_boundary(is_last)

@@ -138,6 +138,13 @@ class FsdpEngine(TokenEngine):
             router_key=model.router_key,
         )
 
+    @property
+    def _can_retry(self) -> bool:
+        return not self._sharded  # FSDP's hooks expect every forward to be followed by its backward
+
+    def _accumulating(self) -> Iterator[nn.Parameter]:
+        return self.compute.parameters()
+
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         sharding.sum_replicas(self.model, is_last)
         # The loss is the sum of the dp ranks' shares, and the gradient of a share is the sum over its sp ranks, each of which

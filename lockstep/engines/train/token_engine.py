@@ -2,13 +2,17 @@
 
     batch ─► micro-batches ─► rows on the device ─► `compute` ─► outputs (B, R) ─► loss_fn ─► `_backward`
 
+A mini-batch that runs out of memory is computed again from its beginning, in smaller micro-batches, which the run then keeps
+(`micro_batch_limits.py`). On several ranks the others wait in a collective: the error goes to the caller.
+
 How the model is sharded, its gradient reduced and its optimizer stepped is up to the subclass.
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +23,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.engines.train.checkpointing import LayerCheckpointing
+from lockstep.engines.train.micro_batch_limits import (
+    ATTRIBUTE,
+    MicroBatchFailure,
+    MicroBatchLimits,
+    RandomState,
+    free_unused,
+    halved,
+)
 from lockstep.engines.train.train_engine import LossFn, MicroBatching, TrainEngine
 from lockstep.models.export import save_policy, save_scalar_model
 from lockstep.models.four_bit import whole_shape
@@ -43,9 +55,12 @@ from lockstep.protocol.ragged import is_ragged
 from lockstep.protocol.tokens import lengths_of, prompt_owners
 from lockstep.utils.device import HostCopy, to_device
 from lockstep.utils.distributed import current_world_size
+from lockstep.utils.out_of_memory import is_out_of_memory
 from lockstep.utils.progress import count, phase
 from lockstep.utils.seqlen import agreed_runs
 from lockstep.utils.spans import spanned
+
+T = TypeVar("T")
 
 
 class TokenEngine(TrainEngine):
@@ -55,6 +70,7 @@ class TokenEngine(TrainEngine):
     layout:   how rows are given to it.
     sequence: the ranks that share one row of packed tokens, `sp_size` of them.
     schedule: of a model that is trained.
+    limits:   smaller sizes of micro-batches, after out of memory.
     """
 
     compute: Callable[..., Any]
@@ -70,7 +86,10 @@ class TokenEngine(TrainEngine):
         self.sp_size = 1
         self.sequence: SequenceGroup | None = None
         self.checkpointing: LayerCheckpointing | None = None
+        self.limits = MicroBatchLimits()
         self._max_length = rope_limit(model)
+        self._current: list[int] = []
+        """Rows of the micro-batch that is being computed."""
 
     @abstractmethod
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -87,11 +106,20 @@ class TokenEngine(TrainEngine):
         """The shape of the whole parameter."""
         return whole_shape(parameter)
 
+    @property
+    def _can_retry(self) -> bool:
+        """Whether a pass that was cut off at any point can be started again in this process."""
+        return self.world_size == 1
+
     def forward(self, batch: Batch, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
+        return self._fitting(batch, micro, partial(self._forward, batch, options))
+
+    def _forward(self, batch: Batch, options: dict[str, Any], parts: list[list[int]]) -> dict[str, Tensor]:
+        """The outputs of all rows. parts: the rows of each micro-batch."""
         order: list[int] = []
         pieces: list[dict[str, Tensor]] = []
         with torch.no_grad():
-            for rows in self._partitions(batch, micro):
+            for rows in self._each(parts):
                 order += rows
                 on_device = self._rows(taken_rows(batch, rows), with_places=options.get("routes") == "record")
                 out = self.compute(on_device, **options)
@@ -106,10 +134,22 @@ class TokenEngine(TrainEngine):
     def forward_backward(
         self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object
     ) -> dict[str, float]:
+        def restart() -> None:
+            free_unused(self._accumulating())
+            getattr(loss_fn, "restart", lambda: None)()
+
+        compute = partial(self._add_gradients, batch, loss_fn, options)
+        values = self._fitting(batch, micro, compute, restart)
+        names = self._names_on_all_ranks(sorted(values))
+        return dict(zip(names, self.global_sum(*(values.get(name, 0.0) for name in names))))
+
+    def _add_gradients(
+        self, batch: Batch, loss_fn: LossFn, options: dict[str, Any], parts: list[list[int]]
+    ) -> dict[str, float]:
+        """Add the gradient of the micro-batches; returns this rank's metrics."""
         totals: dict[str, Tensor] = {}
         own: list[str] = []
-        parts = self._partitions(batch, micro)
-        for number, rows in enumerate(parts, start=1):
+        for number, rows in enumerate(self._each(parts), start=1):
             count(number, len(parts), "micro-batches")
             part = taken_rows(batch, rows)
             rows_on_device = self._rows(part)
@@ -124,9 +164,65 @@ class TokenEngine(TrainEngine):
             if number == len(parts) and own:
                 copied = HostCopy(torch.stack([totals[name] for name in own]))  # known before the last backward
             self._backward(loss, is_last=number == len(parts))
-        values = dict(zip(own, copied.read().tolist() if own else []))
-        names = self._names_on_all_ranks(own)
-        return dict(zip(names, self.global_sum(*(values.get(name, 0.0) for name in names))))
+        return dict(zip(own, copied.read().tolist() if own else []))
+
+    def _fitting(
+        self,
+        batch: Batch,
+        micro: MicroBatching,
+        compute: Callable[[list[list[int]]], T],
+        restart: Callable[[], None] = free_unused,
+    ) -> T:
+        """The result of `compute` on micro-batches that fit into memory; `restart` undoes a pass that did not."""
+        random_state = RandomState(self.device)
+        can_retry = self._can_retry and not self._has_gradient()
+        while True:
+            parts = self._partitions(batch, micro)
+            try:
+                return compute(parts)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = self._failure(batch, micro)
+                if not can_retry or (failure.smaller is None and not self._keep_fewer_activations()):
+                    setattr(error, ATTRIBUTE, failure)
+                    raise
+            # here the error is gone, and with it the frames that hold the tensors of the pass
+            if failure.smaller is not None:
+                self.limits.lower(failure.key, failure.smaller)
+            restart()
+            random_state.restore()
+
+    def _each(self, parts: list[list[int]]) -> Iterator[list[int]]:
+        for self._current in parts:
+            yield self._current
+
+    def _failure(self, batch: Batch, micro: MicroBatching) -> MicroBatchFailure:
+        """The current micro-batch as one that does not fit."""
+        rows, micro = self._current, self.limits.within(micro)
+        prompts, responses = (lengths.tolist() for lengths in lengths_of(batch))
+        owners = prompt_owners(batch) if self.layout == "packed" else list(range(len(batch)))
+        prompt = sum({owners[i]: prompts[i] for i in rows}.values())
+        response = sum(responses[i] for i in rows)
+        smaller = None
+        if len(rows) > micro.group_size:
+            size, used = (micro.num_rows or len(batch)) // micro.group_size, len(rows) // micro.group_size
+            if micro.max_tokens is not None:
+                size, used = micro.max_tokens, max(2, -(-(prompt + response) // self.sp_size))
+            smaller = halved(size, used)
+        return MicroBatchFailure(micro.limit_name, smaller, prompt, response, len(rows))
+
+    def _keep_fewer_activations(self) -> bool:
+        """Recompute the activations of all layers from now on; False if that is so already."""
+        return self.checkpointing is not None and self.checkpointing.keep_nothing()
+
+    def _accumulating(self) -> Iterator[nn.Parameter]:
+        """The parameters that gradients are added to."""
+        return self.model.parameters()
+
+    def _has_gradient(self) -> bool:
+        """Whether an earlier mini-batch has left its gradient, which a restart would lose."""
+        return any(parameter.grad is not None for parameter in self._accumulating())
 
     def _trial_loss(self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object) -> float:
         """The loss over all ranks, after its gradient was added."""
@@ -221,13 +317,15 @@ class TokenEngine(TrainEngine):
 
     def _partitions(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
+        micro, is_lowered = self.limits.within(micro), micro.limit_name in self.limits.sizes
         if self.layout == "rows":  # each row gathers parameters: ranks must agree on rows per micro-batch
             return [list(range(i, i + micro.group_size)) for i in range(0, len(batch), micro.group_size)]
         if micro.max_tokens is not None:
             group = dist.group.WORLD if self.world_size > 1 else None
             before, own = (lengths.tolist() for lengths in lengths_of(batch))
             owners = prompt_owners(batch) if self.layout == "packed" else list(range(len(batch)))
-            return agreed_runs(own, before, owners, micro.max_tokens * self.sp_size, group, micro.group_size)
+            most = micro.max_tokens * self.sp_size
+            return agreed_runs(own, before, owners, most, group, micro.group_size, longer_alone=is_lowered)
         size = micro.num_rows or len(batch)
         return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
 

@@ -25,7 +25,10 @@ from lockstep.config.model import FSDPOptimizerConfig, HFModelConfig, TrainEngin
 from lockstep.protocol.columns import Batch
 
 LossFn = Callable[[dict[str, Tensor], TensorDict], tuple[Tensor, dict[str, Tensor]]]
-"""(model outputs of a micro-batch, its rows) -> (its share of the loss, its share of each metric)."""
+"""(model outputs of a micro-batch, its rows) -> (its share of the loss, its share of each metric).
+
+If it collects anything besides, it has a method `restart()`, which drops what the micro-batches of the mini-batch have added: it is
+called before a mini-batch is computed again in smaller micro-batches, after it ran out of memory."""
 
 PARTS = ("model", "optimizer", "extra")
 """Parts of an engine's checkpoint."""
@@ -37,11 +40,18 @@ class MicroBatching:
 
     group_size: rows that follow each other in groups of this size stay in one micro-batch, for a loss that compares them;
                 `num_rows` is a multiple of it.
+    key:        the config key of `max_tokens`, or else of `num_rows`, in groups.
     """
 
     num_rows: int | None = None
     max_tokens: int | None = None
     group_size: int = 1
+    key: str = ""
+
+    @property
+    def limit_name(self) -> str:
+        """The key, or else the kind of the size."""
+        return self.key or ("num_rows" if self.max_tokens is None else "max_tokens")
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from lockstep.utils.child_process import how_it_ended, start_module, wait_or_kill
+from lockstep.utils.host_memory import budgets
 from lockstep.utils.model_path import locate_model
 
 Device = Literal["cpu", "auto"]
@@ -30,11 +30,6 @@ MODEL = "policy"
 SERVED_AT = re.compile(r"serving \S+ at (http://\S+)/v1 ")
 SPARE_BYTES = 1 << 30
 """What must stay free for others, and Python with its libraries."""
-CGROUP_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
-}
-"""Version -> files of the limit and of the usage, and the entry of memory.stat with page cache that can be dropped."""
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -224,39 +219,4 @@ def refuse_short_memory(checkpoint: Path) -> None:
 
 def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes that a new process can get, by the machine and by the limits of its cgroups; None if the system does not say."""
-    left = [left for group, version in _memory_groups(root) if (left := _left_in(group, version)) is not None]
-    with suppress(OSError, ValueError, IndexError):
-        for line in (root / "proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                left.append(int(line.split()[1]) << 10)
-    return min(left, default=None)
-
-
-def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
-    """The cgroups of this process that may limit its memory, each with its ancestors, and their version."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except (OSError, ValueError):
-        return
-    for line in lines:  # number:controllers:path; v2 has the number 0 and no controllers
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            mount, version = root / "sys/fs/cgroup", 2
-        elif "memory" in controllers.split(","):
-            mount, version = root / "sys/fs/cgroup/memory", 1
-        else:
-            continue
-        group = Path(path.lstrip("/"))  # inside a container it may name folders that are not mounted there
-        yield from ((mount / each, version) for each in (group, *group.parents))
-
-
-def _left_in(group: Path, version: int) -> int | None:
-    """What a cgroup may still use, with the page cache that can be dropped; None without a limit that can be read."""
-    limit_file, used_file, cache = CGROUP_FILES[version]
-    try:
-        limit, used = int((group / limit_file).read_text()), int((group / used_file).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return limit - used + int(stat.get(cache, "0"))
-    except (OSError, ValueError):  # the limit `max` too
-        return None
+    return min((budget.available for budget in budgets(root)), default=None)

@@ -112,10 +112,21 @@ def head_answers() -> bool:
     return True
 
 
+def address_for_workers() -> str:
+    """The address of this machine for the processes of the cluster; the loopback if there is no other machine."""
+    num_machines = sum(bool(node["Alive"]) for node in ray.nodes())
+    return "127.0.0.1" if num_machines == 1 else str(ray.util.get_node_ip_address())
+
+
 def this_machine() -> Any:
     """Scheduling strategy that places an actor on this machine."""
     node = ray.get_runtime_context().get_node_id()
     return ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+def own_address() -> str:
+    """Of this machine, as the others of the cluster see it."""
+    return str(ray.util.get_node_ip_address())
 
 
 def node_of(number: int) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.single_controller.futures import Future, WorkerDiedError
 from lockstep.single_controller.ray_backend.cluster import ray, session
 from lockstep.single_controller.ray_backend.serialize import unpack
+from lockstep.utils.progress import waiting
 
 DEATH_NOTICE_S = 1.0
 """After a rank failed: how long to look for a dead rank as the cause (its peers lose their connections first)."""
@@ -25,6 +26,9 @@ LOST_CONNECTION = re.compile(
     re.I,
 )
 """Error messages of collectives when a peer process is gone."""
+
+MAX_SITES = 2
+"""Calls that are listed while they are waited for."""
 
 LIVENESS_INTERVAL_S = 3.0
 """While a call takes longer than this, check that all worker processes are alive."""
@@ -73,9 +77,12 @@ class RayFuture(Future):
         """Outputs in the order of the futures. Raises the earliest failure, since other ranks may hang because of it."""
         given = [future for future in futures if isinstance(future, RayFuture)]
         pending = {future.ref: i for i, future in enumerate(given)}
+        began = time.monotonic()
         values: list[Any] = [None] * len(given)
         while pending:
-            if not ray.wait(list(pending), num_returns=1, timeout=LIVENESS_INTERVAL_S)[0]:
+            with waiting("worker", _listed([given[i].site for i in pending.values()]), began):
+                is_ready = bool(ray.wait(list(pending), num_returns=1, timeout=LIVENESS_INTERVAL_S)[0])
+            if not is_ready:
                 raise_deaths()
                 continue
             ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=0)
@@ -93,13 +100,17 @@ class RayFuture(Future):
 
 
 class LivenessProbe:
-    """Pings one actor. A busy actor answers late; the open ping fails as soon as the actor is dead."""
+    """Pings one actor. A busy actor answers late; the open ping fails as soon as the actor is dead.
+
+    is_tolerated: its death does not concern calls on others.
+    """
 
     def __init__(self, handle: Any, site: Callable[[], str]) -> None:
         self._handle = handle
         self._site = site
         self._ping: RayFuture | None = None
         self.session = session()
+        self.is_tolerated = False
 
     def check(self) -> bool:
         """Whether the actor has answered; raises WorkerDiedError if it is known to be dead."""
@@ -120,7 +131,8 @@ def raise_deaths() -> None:
     """Raise WorkerDiedError if any worker process has died, even if no call waits for it."""
     PROBES.difference_update([probe for probe in PROBES if probe.session != session()])
     for probe in list(PROBES):
-        probe.check()
+        if not probe.is_tolerated:
+            probe.check()
 
 
 def _raise_death_among(futures: list[RayFuture], error: Exception) -> None:
@@ -146,6 +158,11 @@ def _raise_only_death(future: RayFuture) -> None:
         raise
     except Exception:  # noqa: BLE001 - another rank's failure; the first one is raised
         return
+
+
+def _listed(sites: list[str]) -> str:
+    more = len(sites) - MAX_SITES
+    return "; ".join(sites[:MAX_SITES]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _reason(error: Exception) -> str:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.single_controller.environment import ProcessEnvironment
 from lockstep.single_controller.ray_backend.cluster import ray
+from lockstep.utils import heartbeat
+from lockstep.utils.heartbeat import Link
 from lockstep.utils.imports import without_collections
 
 if TYPE_CHECKING:
@@ -63,14 +65,26 @@ class WorkerHost:
             probe.bind(("", 0))
             return int(probe.getsockname()[1])
 
-    def construct(self, construct: Callable[[], Any], place: "Place", environment: dict[str, str], note: str) -> None:
-        """Set the environment variables of `torch.distributed`, then construct the worker."""
+    def construct(
+        self,
+        construct: Callable[[], Any],
+        place: "Place",
+        environment: dict[str, str],
+        note: str,
+        role: str,
+        link: Link | None = None,
+    ) -> None:
+        """Set the environment variables of `torch.distributed`, then construct the worker.
+
+        role: for the reports to the controller. link: where they go.
+        """
         from lockstep.single_controller.futures import picklable
         from lockstep.single_controller.worker import worker_place
 
         os.environ.update(environment)
         self._place = place
         self._environment = environment
+        heartbeat.start(link, role, place.rank)
         try:
             with worker_place(place):
                 self._worker = construct()

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.single_controller.environment import ProcessEnvironment
-from lockstep.single_controller.message_process import CLOSE_TIMEOUT_S, MessageProcess, Peer
+from lockstep.single_controller.message_process import CLOSE_TIMEOUT_S, MessageProcess, Peer, role_and_number
 from lockstep.single_controller.ray_backend.cluster import node_of, ray
 from lockstep.single_controller.ray_backend.futures import RayFuture
 from lockstep.single_controller.ray_backend.host import WorkerHost
 from lockstep.single_controller.worker import Place
 from lockstep.single_controller.worker_group import ClassWithInitArgs
+from lockstep.utils import heartbeat
 
 THREADS = 4
 """Calls that an actor runs at once: `push`, `pull`, `close`, and one more for `info`."""
@@ -40,7 +41,9 @@ class RayProcess(MessageProcess):
         options = {"num_cpus": 0, "num_gpus": 0, "max_concurrency": THREADS, "scheduling_strategy": node_of(number)}
         host: Any = ray.remote(WorkerHost).options(**options)
         self.handle = host.remote(ProcessEnvironment.capture())
-        self._constructed = self.handle.construct.remote(ClassWithInitArgs(_Unpickling, make_peer), Place(), {}, name)
+        role, rank = role_and_number(name)
+        init, link = ClassWithInitArgs(_Unpickling, make_peer), heartbeat.current_link()
+        self._constructed = self.handle.construct.remote(init, Place(rank), {}, name, role, link)
         self._is_closed = False
 
     @property

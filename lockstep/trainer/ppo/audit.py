@@ -1,22 +1,39 @@
-"""Cheap checks on every step: a run that would silently train wrongly stops instead."""
+"""Cheap checks on every step: a run that would silently train wrongly stops instead (docs/audits.md).
+
+    samples ─► data order, policy versions, token round trip ─► log-probs ─► gap ─► advantages ─► update ─► what the workers found
+
+What an audit finds goes through `Audits.found`; the batch is kept in the run's folder (`batch_dump.py`).
+"""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lockstep.agents.trajectory import NOT_SAMPLED
 from lockstep.config.actor_rollout_ref import has_cut_log_probs
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
+from lockstep.protocol.columns import Batch
 from lockstep.protocol.tokens import entries, read, row_chunks, shape_of
-from lockstep.utils.audit import AuditError, Audits, GapBound, RolloutGap
+from lockstep.trainer.ppo.batch_dump import DumpInfo, checkpoint_name, write_dump
+from lockstep.trainer.ppo.data_order import DrawnPrompts
+from lockstep.trainer.ppo.reward_probe import RewardProbe
+from lockstep.trainer.ppo.round_trip import RoundTrip
+from lockstep.utils.audit import AuditError, Audits
 from lockstep.utils.metrics import reduced_over_ranks
+from lockstep.utils.rollout_gap import GapBound, RolloutGap
 
 logger = logging.getLogger(__name__)
 
 
-def check_finite(batch: DataProto, *keys: str) -> None:
-    """AuditError if a value that the losses read is not finite at an unmasked position."""
+def check_finite(audits: Audits, batch: DataProto, *keys: str) -> None:
+    """Whether the values that the losses read are finite at unmasked positions."""
     for key in keys:
         if key not in batch.tensors:
             continue
@@ -24,27 +41,39 @@ def check_finite(batch: DataProto, *keys: str) -> None:
         if not torch.isfinite(values).all() and not torch.isfinite(values[mask.bool()]).all():
             bad = ~torch.isfinite(read(batch.tensors, key)) & read(batch.tensors, "response_mask").bool()
             rows = bad.any(-1).nonzero().flatten().tolist()
-            raise AuditError(
-                f"batch key {key!r} is not finite in {len(rows)} of {len(batch)} rows, first row {rows[0]}"
+            audits.found(
+                "finite", f"batch key {key!r} is not finite in {len(rows)} of {len(batch)} rows, first row {rows[0]}"
             )
 
 
 class IdleSteps:
-    """Counts consecutive steps in which every advantage is zero, so that the policy loss has no gradient."""
+    """Counts consecutive steps whose advantages are all zero, so that the policy loss has no gradient, or all the same number."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, audits: Audits) -> None:
+        self.audits = audits
+        self.num_zero = 0
+        self.num_equal = 0
 
     def note(self, batch: DataProto) -> None:
-        """Warn at the 1st, 2nd, 4th, 8th … such step."""
         advantages, mask = entries(batch.tensors, "advantages", "response_mask")
-        useful = bool((advantages * mask).any())
-        self.count = 0 if useful else self.count + 1
-        if self.count.bit_count() == 1:
-            logger.warning(
-                "every advantage is zero for %d step(s): all samples of a prompt score the same, so nothing is learned. "
-                "Are the prompts too hard or too easy, or does the scorer not see the answer?",
-                self.count,
+        is_token = mask.bool()
+        lowest = float(advantages.masked_fill(~is_token, torch.inf).min())
+        highest = float(advantages.masked_fill(~is_token, -torch.inf).max())
+        is_zero = lowest == highest == 0 or lowest > highest  # without a token
+        is_equal = not is_zero and lowest == highest and len(batch) > 1
+        self.num_zero = self.num_zero + 1 if is_zero else 0
+        self.num_equal = self.num_equal + 1 if is_equal else 0
+        if is_zero:
+            self.audits.found(
+                "advantages",
+                f"every advantage is zero for {self.num_zero} step(s): all samples of a prompt score the same, so nothing is "
+                "learned. Are the prompts too hard or too easy, or does the scorer not see the answer?",
+            )
+        elif is_equal:
+            self.audits.found(
+                "advantages",
+                f"every advantage is {lowest:.4g} for {self.num_equal} step(s): good and bad responses are trained "
+                "alike. Is the score constant, or is its baseline missing (algorithm.adv_estimator, rollout.n)?",
             )
 
 
@@ -94,26 +123,94 @@ class CutResponses:
 
 
 class StepAudit:
-    """The checks of a step that remember earlier steps.
+    """The audits of a step on the controller.
 
-    audits: what becomes of what they find.
-    dtype:  the actor's compute type.
+    audits:  what becomes of what they find.
+    dtype:   the actor's compute type.
+    folder:  of the run, in which batches are kept.
     """
 
-    def __init__(self, audits: Audits, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        audits: Audits,
+        dtype: torch.dtype,
+        folder: Path,
+        prompts: DrawnPrompts,
+        round_trip: RoundTrip,
+        probe: RewardProbe,
+    ) -> None:
         self.audits = audits
+        self.folder = folder
+        self.prompts = prompts
+        self.round_trip = round_trip
+        self.probe = probe
         self.gap_bound = GapBound(dtype)
         self.cut_responses = CutResponses()
         self.failed_conversations = FailedConversations()
-        self.idle_steps = IdleSteps()
+        self.idle_steps = IdleSteps(audits)
+        self.batch: DataProto | None = None
+        """The batch of the step, as far as it is."""
+        self._at = DumpInfo("", "", 0, 0, None)
 
-    def note_samples(self, batch: DataProto) -> None:
+    @contextmanager
+    def step(self, step: int, num_updates: int, checkpoint: Path | None) -> Iterator[None]:
+        """Inside, a step is computed; if an audit ends it, its batch is kept, and the error says where.
+
+        num_updates: before the step. checkpoint: the newest one.
+        """
+        self._at = DumpInfo("", "", step, num_updates, checkpoint_name(self.folder, checkpoint))
+        self.batch = None
+        try:
+            yield
+        except AuditError as error:
+            if error.audit is None or not (kept := self._keep(error.audit, str(error))):
+                raise
+            told = AuditError(f"{error}{kept}")
+            told.audit = error.audit
+            raise told from error
+
+    def log(self) -> dict[str, float]:
+        """At the end of a step: warn of what was found, keep its batch. Returns metrics."""
+        metrics = self.audits.log(self._keep)
+        self.batch = None
+        return metrics
+
+    def _keep(self, audit: str, message: str) -> str:
+        """Keep the batch; returns what to add to the message."""
+        if self.batch is None:
+            return ""
+        kept = write_dump(self.folder, self.batch, replace(self._at, audit=audit, message=message))
+        return "" if kept is None else f"; the step's batch is kept: lockstep replay {kept}"
+
+    def check_samples(self, batch: DataProto) -> None:
+        """The scored samples of the step, one row per conversation."""
+        self.batch = batch
         self.cut_responses.note(batch)
         self.failed_conversations.note(batch)
+        if self.audits.checks("data_order"):
+            self.prompts.check(self.audits, batch)
+        if self.audits.checks("token_round_trip"):
+            self.round_trip.check(self.audits, batch, self._at.step)
+        if self.audits.checks("reward_probe"):
+            self.probe.check(self.audits, batch, self._at.step)
+
+    def check_versions(self, batch: DataProto, num_updates: int, max_staleness: int) -> None:
+        """num_updates: the trainer's policy version."""
+        self.batch = batch
+        if self.audits.checks("policy_version"):
+            check_policy_version(self.audits, batch, num_updates, max_staleness)
+
+    def check_gap(self, batch: DataProto, *, is_expected: bool) -> dict[str, float]:
+        self.batch = batch
+        return rollout_gap(self.audits, batch, self.gap_bound, is_expected=is_expected)
 
     def check_advantages(self, batch: DataProto) -> None:
-        self.idle_steps.note(batch)
-        check_finite(batch, "old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
+        self.batch = batch
+        if self.audits.checks("advantages"):
+            self.idle_steps.note(batch)
+        if self.audits.checks("finite"):
+            names = ("old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
+            check_finite(self.audits, batch, *names)
 
 
 def max_staleness(config: PPOConfig) -> int:
@@ -128,16 +225,40 @@ def is_gap_expected(config: PPOConfig) -> bool:
     return corrected or max_staleness(config) > 0 or has_cut_log_probs(config.actor_rollout_ref.rollout)
 
 
-def check_policy_version(batch: DataProto, current: int, max_staleness: int = 0) -> None:
-    """AuditError unless every sequence was generated by the current policy, or at most `max_staleness` updates earlier."""
+def check_policy_version(audits: Audits, batch: DataProto, current: int, max_staleness: int = 0) -> None:
+    """Whether the current policy sampled every token, or one at most `max_staleness` updates older, and none after a newer one."""
     versions = set(batch.tensors["policy_version"].tolist()) - {NOT_SAMPLED}
+    falls = None
+    if "policy_versions" in batch.tensors:
+        (of_tokens,) = entries(batch.tensors, "policy_versions")
+        if not bool(((of_tokens == NOT_SAMPLED) | (of_tokens == current)).all()):
+            versions |= set(of_tokens.unique().tolist()) - {NOT_SAMPLED}
+            falls = next((row for part in row_chunks(batch.tensors) if (row := _first_fall(part)) is not None), None)
     if not all(current - max_staleness <= version <= current for version in versions):
         allowed = f"; at most {max_staleness} updates earlier are allowed" if max_staleness else ""
-        raise AuditError(f"rollouts carry policy versions {sorted(versions)}, the trainer is at {current}{allowed}")
+        audits.found(
+            "policy_version",
+            f"rollouts carry policy versions {sorted(versions)}, the trainer is at {current}{allowed}",
+        )
+    elif falls is not None:
+        audits.found(
+            "policy_version", f"a response has tokens of an older policy after those of a newer one: versions {falls}"
+        )
 
 
-def rollout_gap(batch: DataProto, bound: GapBound, *, is_expected: bool = False) -> dict[str, float]:
-    """Metrics of the distance between the rollout's probabilities and the trainer's; AuditError if it exceeds the bound.
+def _first_fall(rows: Batch) -> list[int] | None:
+    """The versions of the sampled tokens, in the order they change, of a row in which they decrease; None without one."""
+    versions = read(rows, "policy_versions")
+    newest = versions.cummax(1).values
+    falls = ((versions < newest) & (versions != NOT_SAMPLED)).any(1)
+    if not falls.any():
+        return None
+    found = versions[int(falls.nonzero()[0, 0])]
+    return [version for version, _ in groupby(v for v in found.tolist() if v != NOT_SAMPLED)]
+
+
+def rollout_gap(audits: Audits, batch: DataProto, bound: GapBound, *, is_expected: bool = False) -> dict[str, float]:
+    """Metrics of the distance between the rollout's probabilities and the trainer's; it must not exceed the bound.
 
     is_expected: it is corrected for, or of stale or cut samples, so it is only reported.
     """
@@ -145,10 +266,9 @@ def rollout_gap(batch: DataProto, bound: GapBound, *, is_expected: bool = False)
         return {}
     gap = RolloutGap()
     for part in row_chunks(batch.tensors):
-        names = ("rollout_log_probs", "old_log_probs", "response_mask")
-        routes = ("route_mismatch",) if "route_mismatch" in part else ()
-        gap.add(*entries(part, *names, *routes))
-    metrics = reduced_over_ranks(gap.metrics(*gap.sums()))
-    if not is_expected:
-        bound.check(metrics)
-    return metrics
+        mismatch: Tensor | None = read(part, "route_mismatch") if "route_mismatch" in part else None
+        gap.add(*(read(part, name) for name in ("rollout_log_probs", "old_log_probs", "response_mask")), mismatch)
+    sums = gap.sums()
+    if not is_expected and (problem := bound.problem(sums)) is not None:
+        audits.found("rollout_gap", problem)
+    return reduced_over_ranks(gap.metrics(sums))

@@ -23,13 +23,14 @@ from lockstep.algorithms.losses.policy import with_loss_settings
 from lockstep.algorithms.rollout_correction import use_rollout_log_probs
 from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.old_log_probs import OldLogProbs
-from lockstep.config.placement import need_critic, need_reference_policy
+from lockstep.config.placement import controller_of, need_critic, need_reference_policy
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.loader import create_train_loader
 from lockstep.protocol import DataProto
 from lockstep.single_controller import Role
 from lockstep.trainer.ppo import forks
-from lockstep.trainer.ppo.audit import StepAudit, check_policy_version, is_gap_expected, max_staleness, rollout_gap
+from lockstep.trainer.ppo.audit import StepAudit, is_gap_expected, max_staleness
+from lockstep.trainer.ppo.data_order import DrawnPrompts
 from lockstep.trainer.ppo.metrics import (
     compute_balance_metrics,
     compute_data_metrics,
@@ -37,7 +38,10 @@ from lockstep.trainer.ppo.metrics import (
     compute_throughout_metrics,
     compute_timing_metrics,
 )
+from lockstep.trainer.ppo.reward_probe import RewardProbe
+from lockstep.trainer.ppo.rollout_repair import RolloutRepair
 from lockstep.trainer.ppo.rollout_sources import create_source
+from lockstep.trainer.ppo.round_trip import RoundTrip
 from lockstep.trainer.ppo.run_summary import log_summary
 from lockstep.trainer.ppo.sampling import RewardFn, Sampling, extra_metrics
 from lockstep.trainer.ppo.step_advantages import add_advantages, check_estimator
@@ -54,9 +58,14 @@ from lockstep.trainer.ppo.worker_calls import (
 from lockstep.trainer.ppo.worker_groups import WorkerGroups, compute_dtype, create_sampling, create_weight_sync
 from lockstep.trainer.run.interrupt import Interrupt, OnStep, StopRequested
 from lockstep.trainer.run.memory_check import with_chosen_sizes
+from lockstep.trainer.run.observer import StepObserver
+from lockstep.trainer.run.preemption import Patience
+from lockstep.trainer.run.smaller_micro_batches import SmallerMicroBatches
 from lockstep.trainer.run.step_profiler import StepProfiler, profiled_roles
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
+from lockstep.utils import step_stop
 from lockstep.utils.audit import Audits
+from lockstep.utils.main_thread import taking_calls
 from lockstep.utils.progress import phase
 from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state
@@ -109,11 +118,23 @@ class PPOTrainer:
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step: the one that checkpoints save."""
         self.run = TrainingRun(config)
+        self.smaller = SmallerMicroBatches(config)
         self.audits = Audits(asdict(config.trainer.audit))
-        self.audit = StepAudit(self.audits, compute_dtype(config, workers.device))
+        self.audit = StepAudit(
+            self.audits,
+            compute_dtype(config, workers.device),
+            self.run.folder,
+            DrawnPrompts(config, self.train_dataloader),
+            RoundTrip(config, tokenizer, workers.agents, train_dataset),
+            RewardProbe(config, reward_fn),
+        )
         roles = profiled_roles(config, map(str, workers.roles))
         self.profiler = StepProfiler(config, roles, self.total_training_steps, workers.device)
         self.on_step: OnStep | None = None
+        self.observer = StepObserver()
+        self._stop_line: step_stop.StopLine | None = None
+        self.untested: dict[str, Any] | None = None
+        """Metrics of the checkpoint's step, if there was no time for its validation; they are not tracked yet."""
 
     def fit(self, interrupt: Interrupt | None = None) -> int:
         """Train to the last step. Returns 0, or 130 if the run was stopped.
@@ -122,7 +143,9 @@ class PPOTrainer:
         """
         if not self.run.is_open:
             self.start()
-        with self.run, interrupt or Interrupt() as entered:
+        with self.run, interrupt or Interrupt(self.config.trainer.preemption_grace_s) as entered, taking_calls():
+            if entered.grace_s is not None:
+                entered.patience = Patience(entered.grace_s)
             return self._loop(entered)
 
     def _loop(self, interrupt: Interrupt) -> int:
@@ -132,9 +155,18 @@ class PPOTrainer:
         can_validate = self.val_reward_fn is not None and self.val_dataset is not None
         if can_validate and (config.val_only or (config.val_before_train and self.global_steps == 0)):
             with span("testing"):
-                self._log(self._validate(), interrupt)
+                tested = self._validated(interrupt)
+            if tested is None:
+                return run.stopped(self.global_steps, interrupt.by)
+            self._log(tested, interrupt)
         if config.val_only:
             return 0
+        if self.untested is not None:
+            tested = self._validated(interrupt) if can_validate else {}
+            if tested is None:
+                return run.stopped(self.global_steps, interrupt.by)
+            self._log(self.untested | tested, interrupt)
+            self.untested = None
         if self.global_steps >= last_step:
             run.log_nothing_to_do(self.global_steps, last_step)
             return 0
@@ -147,15 +179,25 @@ class PPOTrainer:
                 try:
                     if interrupt.requested:
                         raise StopRequested
-                    batch, metrics = self._train_step(prompts, timing)
-                except StopRequested:
+                    if interrupt.patience is not None:
+                        interrupt.patience.step_begins()
+                    with self.audit.step(self.global_steps, self.num_updates, run.last_checkpoint):
+                        batch, metrics = self._train_step(prompts, timing)
+                except (StopRequested, KeyboardInterrupt) as error:
+                    if isinstance(error, KeyboardInterrupt) and not step_stop.was_discarded():
+                        raise
                     return self._stopped_mid_step(unsaved, interrupt)
                 self.train_dataloader.on_batch_end(forks.conversations(batch))
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
+                tested = {}
                 if can_validate and run.must_test(self.global_steps, last_step):
                     with marked_timer("testing", timing):
-                        metrics |= self._validate()
-            metrics |= self._step_metrics(batch, timing) | self.audits.log()
+                        tested = self._validated(interrupt)
+            metrics |= (tested or {}) | self._step_metrics(batch, timing)
+            metrics |= self.audit.log() | self._out_of_memory_metrics()
+            if tested is None:
+                self._save_checkpoint(metrics, is_tested=False)
+                return run.stopped(self.global_steps, interrupt.by)
             stopping = interrupt.requested and self.global_steps < last_step
             unsaved = metrics
             if stopping or run.must_save(self.global_steps, last_step):
@@ -163,6 +205,8 @@ class PPOTrainer:
                     self._save_checkpoint(metrics)
                 metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
                 unsaved = {}
+            if interrupt.patience is not None:
+                interrupt.patience.learn(timing)
             self._log(metrics, interrupt)
             if stopping:
                 return run.stopped(self.global_steps, interrupt.by)
@@ -173,7 +217,9 @@ class PPOTrainer:
         while True:
             self.epoch = self.train_dataloader.epoch
             for batch_dict in self.train_dataloader:
-                yield DataProto.from_single_dict(batch_dict)
+                batch = DataProto.from_single_dict(batch_dict)
+                self.audit.prompts.draw(self.audits, batch)
+                yield batch
                 if interrupt.requested:
                     raise StopRequested
 
@@ -184,9 +230,9 @@ class PPOTrainer:
 
         # 1. and 2. generate and reward
         batch, sampling_metrics = self.source.collect(prompts, step=self.global_steps, timing=timing)
-        self.audit.note_samples(batch)
+        self.audit.check_samples(batch)
         batch = forks.add_rows(batch, config.actor_rollout_ref.rollout, self.tokenizer.pad_token_id)
-        check_policy_version(batch, self.num_updates, max_staleness(config))
+        self.audit.check_versions(batch, self.num_updates, max_staleness(config))
         metrics |= sampling_metrics | compute_balance_metrics(batch, self.actor_rollout_wg.mesh("actor").dp_size)
 
         # 3. and 4. log-probs of policy and reference, and values; concurrent if their workers are separate
@@ -202,7 +248,7 @@ class PPOTrainer:
         gap_is_expected = is_gap_expected(config)
         if old_log_probs == "pass":
             metrics |= compute_entropy_metrics(batch, config.actor_rollout_ref.actor.loss_agg_mode)
-            metrics |= rollout_gap(batch, self.audit.gap_bound, is_expected=gap_is_expected)
+            metrics |= self.audit.check_gap(batch, is_expected=gap_is_expected)
 
         # 5. advantages, on the controller
         with marked_timer("adv", timing):
@@ -214,7 +260,10 @@ class PPOTrainer:
         chosen.meta_info["rollout_gap"] = (
             "none" if old_log_probs == "pass" else "report" if gap_is_expected else "check"
         )
+        self.observer.updating(self, chosen)
+        step_stop.commit()
         metrics |= self._update(chosen, timing)
+        self.observer.updated(self, batch)
 
         if (folder := config.trainer.rollout_data_dir) is not None:
             with marked_timer("dump_rollouts", timing):
@@ -244,7 +293,11 @@ class PPOTrainer:
 
     def _step_metrics(self, batch: DataProto, timing: dict[str, float]) -> dict[str, Any]:
         samples = forks.conversations(batch)
-        return {
+        agents = self.workers.agent_workers
+        replaced = agents.num_replaced if agents is not None else 0
+        self.repair.step_is_complete()
+        counts = {"training/agent_workers_replaced": replaced, "training/rollout_repairs": self.repair.count}
+        return {name: count for name, count in counts.items() if count} | {
             "training/global_step": self.global_steps,
             "training/epoch": self.epoch,
             **extra_metrics(samples),
@@ -253,19 +306,48 @@ class PPOTrainer:
             **compute_throughout_metrics(batch, timing, n_gpus=self.workers.count),
         }
 
+    def _out_of_memory_metrics(self) -> dict[str, float]:
+        """What the workers' engines had to lower; several ranks lower nothing by themselves (`TaskRunner`)."""
+        for group in self._computing_groups():
+            if group.world_size == 1:
+                self.smaller.note(group.lowered_micro_batches()[0])
+        return self.smaller.metrics()
+
+    def _computing_groups(self) -> list[Any]:
+        """The groups with training engines; a user's class may not be able to lower its micro-batches."""
+        groups = {id(g): g for g in (self.actor_rollout_wg, self.ref_policy_wg, self.critic_wg, self.rm_wg)}
+        return [group for group in groups.values() if hasattr(group, "lowered_micro_batches")]
+
+    def _validated(self, interrupt: Interrupt) -> dict[str, float] | None:
+        """The metrics of a validation; None if `trainer.preemption_grace_s` leaves no time for it."""
+        if interrupt.patience is None:
+            return self._validate()
+        interrupt.patience.validation_begins()
+        try:
+            metrics = self._validate()
+            step_stop.commit()
+        except KeyboardInterrupt:
+            if not step_stop.was_discarded():
+                raise
+            return None
+        return metrics
+
     def _validate(self) -> dict[str, float]:
-        assert self.val_reward_fn is not None
         with phase("validation"), self.source.idle():
-            return validate(
-                self.config,
-                self.sampling,
-                self.val_reward_fn,
-                self.val_dataset,
-                self.collate_fn,
-                self.tokenizer,
-                self.run.tracking,
-                self.global_steps,
-            )
+            return self.source.repairing(self._validate_now)
+
+    def _validate_now(self) -> dict[str, float]:
+        assert self.val_reward_fn is not None
+        return validate(
+            self.config,
+            self.sampling,
+            self.val_reward_fn,
+            self.val_dataset,
+            self.collate_fn,
+            self.tokenizer,
+            self.run.tracking,
+            self.global_steps,
+        )
 
     def _log(self, metrics: dict[str, Any], interrupt: Interrupt) -> None:
         self.run.log(metrics, self.global_steps)
@@ -301,7 +383,13 @@ class PPOTrainer:
         self.sampling = self._sampling(workers.responder(self.tokenizer.pad_token_id, num_samples))
         self.weight_sync = create_weight_sync(self.config, workers, self.audits)
         self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
+        self.source.repair = self.repair = RolloutRepair(workers, self.weight_sync, self._rollout_is_repaired)
         workers.wait_ready()
+
+    def _rollout_is_repaired(self) -> None:
+        self.sampling.forget_failures()
+        if self._stop_line is not None:
+            self.rollout_wg.listen_for_stop(self._stop_line.address)
 
     def _sampling(self, rollout: Any) -> Sampling:
         return create_sampling(self.config, rollout, self.rm_wg, self.reward_fn, self.tokenizer.pad_token_id)
@@ -315,6 +403,9 @@ class PPOTrainer:
         with ExitStack() as on_error:
             on_error.push(run)
             metrics = self._load_checkpoint(resume_from)
+            if self.smaller.sizes:
+                for group in self._computing_groups():
+                    group.limit_micro_batches(self.smaller.sizes)
             if self.train_dataloader is not None:
                 self.train_dataloader.check_state()
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
@@ -323,12 +414,27 @@ class PPOTrainer:
             if run.trains:
                 run.callback(self.source.close)
                 self.source.start(run.folder, self.global_steps, self.num_updates, run.last_checkpoint)
-            run.open(self.global_steps, self.total_training_steps, metrics)
+                self.audit.prompts.start(self.source)
+                self._let_generation_end_early()
+            run.open(self.global_steps, self.total_training_steps, None if self.untested is not None else metrics)
             timeline_dir = run.folder if run.trains else None
             run.push(self.profiler.start(timeline_dir, self.global_steps, self.workers.processes))
             on_error.pop_all()
         steps_per_epoch = len(self.train_dataloader or ())
         log_summary(self.config, self.workers, run.folder, self.total_training_steps, steps_per_epoch)
+        self.observer.started(self)
+
+    def _let_generation_end_early(self) -> None:
+        """With `trainer.preemption_grace_s`, connect the processes that generate, so that they can save in time."""
+        if self.config.trainer.preemption_grace_s is None or controller_of(self.config) == "local":
+            return
+        if not hasattr(self.rollout_wg, "listen_for_stop"):  # a user's class
+            return
+        from lockstep.single_controller.ray_backend.cluster import own_address
+
+        self._stop_line = line = step_stop.StopLine(own_address())
+        self.run.callback(line.close)
+        self.rollout_wg.listen_for_stop(line.address)
 
     def _load_checkpoint(self, resume_from: Path | None) -> dict[str, Any]:
         """Resume from the given checkpoint or the configured one; returns the metrics of its step."""
@@ -338,6 +444,7 @@ class PPOTrainer:
         self.global_steps, folder = found
         state = load_state(folder / TRAINER_STATE)
         self.num_updates = state.get("num_updates", max(0, self.global_steps - self.critic_warmup))
+        self.smaller.load(state)
         if self.use_critic:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"), self.num_updates)
@@ -345,11 +452,13 @@ class PPOTrainer:
             self.train_dataloader.load_state_dict(load_state(folder / LOADER_STATE))
         if state.get("kl_ctrl", "adaptive") == self.config.algorithm.kl_ctrl.type == "adaptive":
             self.kl_ctrl_in_reward.value = state["kl_coef"]
+        self.audit.probe.load(folder)
         metrics: dict[str, Any] = state["metrics"]
+        self.untested = None if state.get("is_tested", True) else metrics
         return metrics
 
-    def _save_checkpoint(self, metrics: dict[str, Any]) -> None:
-        """metrics: those of the step."""
+    def _save_checkpoint(self, metrics: dict[str, Any], is_tested: bool = True) -> None:
+        """metrics: those of the step. is_tested: False if a validation that is due has still to come."""
         step = self.global_steps
         groups = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.use_critic else {})
 
@@ -359,9 +468,11 @@ class PPOTrainer:
             for name, group in groups.items():
                 group.save_checkpoint(str(folder / name), step)
             self.source.save(folder)
+            self.audit.probe.save(folder)
 
         kl = {"kl_ctrl": self.config.algorithm.kl_ctrl.type, "kl_coef": self.kl_ctrl_in_reward.value}
-        state = {"num_updates": self.num_updates, "metrics": metrics} | kl
+        state = {"num_updates": self.num_updates, "metrics": metrics} | kl | self.smaller.state()
+        state |= {} if is_tested else {"is_tested": False}
         self.run.save(step, write, self.loader_state, state)
         self.source.saved(step)
 

@@ -60,12 +60,12 @@ class Sampling:
         different scores.
         """
         if not self.filter.enable:
-            return self.scored(next(prompts), step=step, draw=0, timing=timing), {}
+            return self.scored(next_batch(prompts), step=step, draw=0, timing=timing), {}
         num_rows = self.config.data.train_batch_size * self.n
         kept: list[DataProto] = []
         while (num_kept := sum(map(len, kept))) < num_rows:
             self.filter.check(len(kept), num_kept // self.n)
-            batch = self.scored(next(prompts), step=step, draw=len(kept), timing=timing)
+            batch = self.scored(next_batch(prompts), step=step, draw=len(kept), timing=timing)
             kept.append(batch[self.filter.rows(batch)])
         return concat_scored(kept)[:num_rows], self.filter.metrics(len(kept))
 
@@ -79,6 +79,11 @@ class Sampling:
             with marked_timer("gen_max", timing):
                 batch.tensors["reward_baselines"] = self.greedy_baselines(prompts, step=step, draw=draw)
         return batch
+
+    def forget_failures(self) -> None:
+        """The rollout was repaired."""
+        if isinstance(self.rollout_wg, AgentRollout):
+            self.rollout_wg.client.forget_failure()
 
     def generate(self, prompts: DataProto, *, n: int, step: int, draw: int = 0, greedy: bool = False) -> DataProto:
         """`n` responses per prompt; see `training_rows`."""
@@ -147,6 +152,11 @@ class GroupFilter:
 
     def metrics(self, num_draws: int) -> dict[str, float]:
         return {"train/num_gen_batches": num_draws} if self.enable else {}
+
+
+def next_batch(batches: Iterator[DataProto]) -> DataProto:
+    with phase("read a batch"):
+        return next(batches)
 
 
 class FailureLimit:

@@ -19,19 +19,23 @@ from lockstep.config.placement import (
     pools_of,
 )
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import with_values
 from lockstep.data.create_dataset import create_rl_dataset
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.sampler import create_rl_sampler
+from lockstep.engines.train.micro_batch_limits import failure_of, free_unused
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.rewards.managers import RewardFn, check_scorers, load_reward_manager
-from lockstep.single_controller import LOCAL, Backend, ResourcePoolManager, Role, Worker, WorkerDiedError
+from lockstep.single_controller import LOCAL, Backend, HangError, ResourcePoolManager, RestartError, Role, Worker
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.run_agents import agents_for
 from lockstep.trainer.ppo.worker_groups import WorkerGroups
 from lockstep.trainer.run.errors import RunError, raise_as_run_error
 from lockstep.trainer.run.failures import cause_of, how_to_resume
+from lockstep.trainer.run.hang_exit import EXIT_CODE
 from lockstep.trainer.run.inputs import tokenizer_arguments
 from lockstep.trainer.run.interrupt import Interrupt, OnStep
+from lockstep.trainer.run.restarts import Restarts
 from lockstep.trainer.run.step_profiler import nsys_environment
 from lockstep.trainer.run.training_run import seed_everything
 from lockstep.utils.device import resolve_device
@@ -70,6 +74,10 @@ class TaskRunner:
         self.agents: Agents | None = None
         self.config: PPOConfig | None = None
         """The trainer's, with the sizes that were chosen for it."""
+        self.lowered: list[tuple[str, int]] = []
+        """Config keys of micro-batches, and the sizes with which the workers were restarted after out of memory."""
+        self.restarts: Restarts
+        """Of this command."""
 
     def add_actor_rollout_worker(self, config: PPOConfig, pools: Pools) -> None:
         for role in (Role.ActorRollout, Role.Actor, Role.Rollout):
@@ -144,40 +152,57 @@ class TaskRunner:
     def run(self, config: PPOConfig, interrupt: Interrupt | None = None) -> int:
         """Train; returns 0, or 130 if the user stopped the run.
 
-        A failure with a known cause is a RunError. Dead workers are restarted up to `trainer.max_restarts` times, from the run's
-        last checkpoint.
+        A failure with a known cause is a RunError. A RestartError restarts the workers from the run's last checkpoint, up to
+        `trainer.max_restarts` times.
         interrupt: records stop requests, if signals do not reach this process.
         """
         with ProgressLog():
             return self._run(config, interrupt)
 
     def _run(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
-        restarts = config.trainer.max_restarts
         failure: Exception
-        for left in range(restarts, -1, -1):
-            try:
-                return self._run_once(config, interrupt)
-            except RunError as error:  # wrong config or input
-                if left == restarts:
-                    raise
-                failure, cause = error, "a dead machine was not replaced"  # the config was valid before
-            except WorkerDiedError as error:
-                failure, cause = error, str(error)
-                if left:
-                    sys.stderr.write(printable(f"error: {cause}\n"))
-                    begin = self.last_checkpoint or "the start of the run"
-                    logger.warning("restarting the workers from %s (%d restarts left)", begin, left - 1)
-                    self.wait_s = REPLACEMENT_S
-                    continue
-            except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
-                failure, cause = error, cause_of(error, self.config or config)
-            break
-        if not self.has_begun:
-            raise RunError(f"{cause.rstrip('.')}; the run did not start") from failure
-        resume = how_to_resume(config, self.last_checkpoint)
-        raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}") from failure
+        folder = Path(config.trainer.default_local_dir).expanduser()
+        with Restarts(folder, config.trainer.max_restarts) as self.restarts:
+            while True:
+                try:
+                    return self._run_once(config, interrupt)
+                except RestartError as error:
+                    if self.restarts.allows(error):
+                        sys.stderr.write(printable(f"error: {error}\n"))
+                        if self._is_stopped_before_restart(error, interrupt):
+                            return 130
+                        config = with_values(config, error.changes)
+                        self.wait_s = REPLACEMENT_S
+                        continue  # the error is dropped: its frames hold the models of a run in this process
+                    failure, cause = error, str(error)
+                except RunError as error:  # wrong config or input
+                    if not self.restarts.count:
+                        raise
+                    failure, cause = error, f"the restart failed: {error}"  # the config was valid before
+                except Exception as error:  # noqa: BLE001 - the end of the run; unexpected ones are raised again
+                    failure, cause = error, cause_of(error, self.config or config)
+                break
+            exit_code = EXIT_CODE if isinstance(failure, HangError) else 1
+            if not self.has_begun:
+                raise RunError(f"{cause.rstrip('.')}; the run did not start", exit_code) from failure
+            resume = how_to_resume(config, self.last_checkpoint)
+            raise RunError(f"{cause.rstrip('.')}; the run ended early{resume}", exit_code) from failure
+
+    def _is_stopped_before_restart(self, error: RestartError, interrupt: Interrupt | None) -> bool:
+        """Record the restart and wait for its time, or until the user stops the run."""
+        restarts = self.restarts
+        pause_s = restarts.note(error, self.last_checkpoint)
+        if not restarts.wait(pause_s, lambda: interrupt is not None and interrupt.requested):
+            return False
+        logger.warning("stopped before the restart; run the same command to resume")
+        if restarts.status is not None:
+            restarts.status.ended("stopped", f"stopped by the user before a restart, after step {restarts.step}")
+        self.on_end(130)
+        return True
 
     def _run_once(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
+        if self.lowered:
+            free_unused()
         seed_everything(config.trainer.seed)
         with ExitStack() as closing:
             closing.callback(self._close_agents)
@@ -185,10 +210,13 @@ class TaskRunner:
                 with phase("read the data"):
                     trainer = self.build(config)
                 trainer.on_step, self.config = self.on_step, trainer.config
+                trainer.run.restarts = self.restarts
+                trainer.smaller.add(self.lowered)
                 closing.callback(self._close, trainer)
                 if self.last_checkpoint is None and trainer.run.is_finished(trainer.total_training_steps):
                     return 0
                 closing.push(trainer.run)
+                trainer.run.on_forced_end = self.on_end
                 trainer.run.lock(trainer.total_training_steps)
                 logger.info("loading models: %s", _models(config, self.role_worker_mapping))
                 with phase("load models"):
@@ -205,9 +233,27 @@ class TaskRunner:
             closing.callback(gc.set_threshold, *gc.get_threshold())
             gc.set_threshold(GC_THRESHOLD)
             self.has_begun = True
-            code = trainer.fit(interrupt)
-            self.on_end(code)
-            return code
+            try:
+                code = trainer.fit(interrupt)
+            except (RuntimeError, MemoryError) as error:
+                if not self._lowers(error):
+                    raise
+                key, size = self.lowered[-1]
+                cause = f"{cause_of(error, trainer.config)}; restarting the workers with {key}={size}"
+            else:
+                self.on_end(code)
+                return code
+        raise RestartError(cause, counts=False)
+
+    def _lowers(self, error: BaseException) -> bool:
+        """Whether the workers can be restarted with smaller micro-batches: several ranks cannot go on by themselves."""
+        failure = failure_of(error)
+        if failure is None or failure.smaller is None:
+            return False
+        if any(key == failure.key and size <= failure.smaller for key, size in self.lowered):
+            return False  # it had no effect
+        self.lowered.append((failure.key, failure.smaller))
+        return True
 
     def _close_agents(self) -> None:
         if self.agents is not None:

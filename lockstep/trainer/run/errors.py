@@ -1,23 +1,17 @@
 """How a training run fails: one exception, whose text is one line for the user. Imports no torch."""
 
-import errno
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-_NO_MEMORY = re.compile(
-    r"can't allocate|cannot allocate memory|out of memory|can't start new thread|failed to launch worker thread|"
-    r"ThreadPoolBuildError|bad_alloc|failed to map segment",
-    re.I,
-)
+from lockstep.utils.out_of_memory import is_out_of_memory
 
 
 class RunError(RuntimeError):
     """A run that could not start, or ended early.
 
-    exit_code: of the command: 2 for wrong config or input, otherwise 1.
+    exit_code: of the command: 2 for wrong config or input, 3 for a run that was stuck (`trainer.on_hang`), otherwise 1.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -26,15 +20,6 @@ class RunError(RuntimeError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory, or a thread, was refused by the system, a limit of the process or a GPU."""
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    if isinstance(error, RunError | ValueError | SystemExit):  # written for the user
-        return False
-    return isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) is not None
 
 
 def raise_as_run_error(error: ValueError, message: str) -> NoReturn:
@@ -50,7 +35,7 @@ def out_of_memory_as_run_error() -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # a panic of Rust code, such as a tokenizer's, is no Exception
-        if os.environ.get("LOCKSTEP_DEBUG") or not is_out_of_memory(error):
+        if os.environ.get("LOCKSTEP_DEBUG") or isinstance(error, RunError) or not is_out_of_memory(error):
             raise
         first_line = str(error).partition("\n")[0] or "MemoryError"
         raise RunError(f"out of memory ({first_line}); raise the limit (ulimit -v)") from error

@@ -13,16 +13,19 @@ import torch
 
 from lockstep.config.micro_batches import RL, SUPERVISED
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.roles import sections_of
+from lockstep.config.schema import flat_values
 from lockstep.config.sft import SupervisedConfig
+from lockstep.engines.train.micro_batch_limits import MicroBatchFailure, failure_of
 from lockstep.plan.advice import lowering
 from lockstep.plan.estimate import GB
 from lockstep.registry import USER_FILES
 from lockstep.rewards.errors import RewardError
 from lockstep.rewards.monitor import printed_frames
-from lockstep.single_controller.futures import worker_report
-from lockstep.trainer.run.errors import is_out_of_memory
+from lockstep.single_controller.futures import HangError, worker_report
 from lockstep.trainer.run.memory_check import planned
 from lockstep.utils.audit import AuditError
+from lockstep.utils.out_of_memory import is_out_of_memory
 from lockstep.utils.untrusted import printable
 from lockstep.workers.agent_worker import NAME as AGENT_WORKER
 
@@ -41,6 +44,7 @@ MICRO_BATCHES = {
     "prepare": "forward",
 }
 """Method of a worker or of a supervised trainer -> its phase in a plan."""
+UPDATES = ("update_actor", "update_critic", "train_batch")
 
 PACKAGE = str(Path(__file__).parents[2]) + os.sep
 FULL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -86,7 +90,7 @@ def how_to_resume(config: PPOConfig | SupervisedConfig, saved: Path | None) -> s
 
 def explain(error: BaseException, config: PPOConfig | SupervisedConfig) -> str | None:
     """The line for `error`; None if it is unexpected and needs its traceback."""
-    if isinstance(error, RewardError | AuditError | FloatingPointError):
+    if isinstance(error, RewardError | AuditError | HangError | FloatingPointError):
         return str(error)
     if is_out_of_memory(error):
         return _out_of_memory(error, config)
@@ -123,7 +127,12 @@ def _in_user_code(error: BaseException) -> str | None:
 def _out_of_memory(error: BaseException, config: PPOConfig | SupervisedConfig) -> str:
     method = next((found["name"] for note in _notes(error) if (found := _METHOD.search(note))), None)
     where = f" in {method}" if method else ""
-    if method in GENERATION:
+    failure = failure_of(error)
+    if failure is not None and failure.smaller is None:
+        fix = _for_a_long_sequence(failure, method, config)
+    elif failure is not None and "." in failure.key:
+        fix = f"set {failure.key}={failure.smaller}"
+    elif method in GENERATION:
         fix = f"lower {LOWER_FOR_GENERATION}"
     elif method in MICRO_BATCHES:
         keys = (RL | SUPERVISED)[MICRO_BATCHES[method]]
@@ -147,6 +156,24 @@ def _out_of_memory(error: BaseException, config: PPOConfig | SupervisedConfig) -
     if more:
         fix = f"set {more}" if fix.removeprefix("lower ") in more else f"{fix}, or set {more}"
     return f"out of GPU memory{where} ({_allocated(str(error))}){expected}; {fix}"
+
+
+def _for_a_long_sequence(failure: MicroBatchFailure, method: str | None, config: PPOConfig | SupervisedConfig) -> str:
+    """A micro-batch that cannot be split: its length, and what makes a single sequence need less memory."""
+    what = "one sequence" if failure.num_sequences == 1 else f"{failure.num_sequences} sequences that stay together"
+    tokens = f"{failure.prompt + failure.response} tokens ({failure.prompt} prompt, {failure.response} response)"
+    values = flat_values(config)
+    sections = sections_of((RL | SUPERVISED)[MICRO_BATCHES.get(str(method), "update actor")].role)
+    engine = sections.engine(values)
+    settings = [f"{engine}.param_offload"]
+    if method in UPDATES:
+        settings += [f"{engine}.optimizer_offload", f"{sections.model}.enable_gradient_checkpointing"]
+    unset = [f"{key}=true" for key in settings if values.get(key) is False]
+    shorter = "data.max_length" if isinstance(config, SupervisedConfig) else "data.max_response_length"
+    ulysses = next((key for key in values if key == f"{sections.role}.ulysses_sequence_parallel_size"), None)
+    share = f"more GPUs{f' with {ulysses}' if ulysses else ''}"
+    options = [f"lower {shorter}", *([f"set {', '.join(unset)}"] if unset else []), f"use {share}"]
+    return f"{what} of {tokens} does not fit: {', or '.join(options)}"
 
 
 def _allocated(message: str) -> str:

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM request a stop after the current step; a second one, or one before training, stops immediately."""
+"""Ctrl-C and SIGTERM request a stop after the current step; a second one, or one before training, stops immediately.
+
+With `trainer.preemption_grace_s`, SIGTERM may discard the step instead (`preemption.py`).
+"""
 
 import atexit
 import logging
@@ -9,6 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from lockstep.trainer.run.preemption import Patience
+from lockstep.utils import step_stop
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +83,17 @@ class Interrupt:
 
     No-op outside the main thread, which alone gets signals.
 
-    by: who requested the stop, for messages.
+    grace_s:   `trainer.preemption_grace_s`: SIGTERM announces the end of the machine after this many seconds, and may come twice.
+    by:        who requested the stop, for messages.
+    patience:  with grace_s, set by the trainer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float | None = None) -> None:
+        self.grace_s = grace_s
         self.requested = False
+        self.is_preempted = False
         self.by = "the user"
+        self.patience: Patience | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -96,13 +107,28 @@ class Interrupt:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self.patience is not None:
+            self.patience.end()
+            step_stop.end()
 
     def stop(self, by: str) -> None:
         """Request a stop."""
         if not self.requested:
             self.requested, self.by = True, by
 
+    def preempt(self) -> None:
+        """The machine goes away in `grace_s`: stop, and discard the step if it would not be finished and saved by then."""
+        if self.is_preempted:
+            return
+        self.is_preempted = True
+        self.stop(by="SIGTERM")
+        if self.patience is not None:
+            self.patience.limit()
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and self.grace_s is not None:
+            self.preempt()
+            return
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True

@@ -25,7 +25,9 @@ from lockstep.config.placement import machines_of, needed_models, num_workers, p
 from lockstep.config.ppo import PPOConfig
 from lockstep.observability.console import LogHandler
 from lockstep.observability.jsonl import METRICS_FILE, read_metrics
+from lockstep.observability.status_file import read_status
 from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.hang_exit import EXIT_CODE
 from lockstep.trainer.run.interrupt import Interrupt, OnStep, stop_on_sigterm
 from lockstep.trainer.run.step_profiler import nsys_environment, profile_folder
 from lockstep.utils.imports import without_collections
@@ -40,11 +42,14 @@ logger = logging.getLogger(__name__)
 
 STOP = {b"s": "the user", b"c": "a callback"}
 """Messages that tell the runner to stop after the step, and who requested it."""
+PREEMPT = b"p"
+"""Message: SIGTERM has come, with `trainer.preemption_grace_s`."""
 TRAINING, STEP = b"t", b"m"
 """Messages: TRAINING tells the driver that training has started, STEP that metrics.jsonl has a new line."""
 
-ENDED = {b"d": 0, b"u": 130}
-"""Message at the end of training -> exit code. Shutting down the workers comes after it, and needs Ray."""
+ENDED = {b"d": 0, b"u": 130, b"h": EXIT_CODE}
+"""Message at the end of training -> exit code. Shutting down the workers comes after it, and needs Ray. With EXIT_CODE the runner
+was stuck and ends at once; its status.json says why."""
 
 WORKERS = ("lockstep.workers.actor_rollout_ref", "lockstep.workers.critic")
 """Modules that worker processes import before their roles are assigned."""
@@ -196,7 +201,9 @@ def _run(config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None",
     )
     try:
         outcome = runner.run.remote(config, task_runner_class, _log_format())
-        return _wait(outcome, console, on_step and _Steps(on_step, Path(config.trainer.default_local_dir).expanduser()))
+        folder = Path(config.trainer.default_local_dir).expanduser()
+        steps = on_step and _Steps(on_step, folder)
+        return _wait(outcome, console, steps, config.trainer.preemption_grace_s, folder)
     finally:
         if head_answers():
             ray.kill(runner)
@@ -229,8 +236,14 @@ class _Steps:
         return stop
 
 
-def _wait(outcome: Any, console: "DriverConsole", steps: _Steps | None = None) -> int:
-    """Wait for the runner's `outcome`, forward stop requests to it and its steps to the caller."""
+def _wait(
+    outcome: Any,
+    console: "DriverConsole",
+    steps: _Steps | None = None,
+    grace_s: float | None = None,
+    folder: Path = Path(),
+) -> int:
+    """Wait for the runner's `outcome`, forward stop requests to it and its steps to the caller. folder: of the run."""
     from lockstep.single_controller.ray_backend.cluster import ray
 
     interrupt, stop_sent, ended, head = None, False, None, _HeadWatch()
@@ -239,16 +252,16 @@ def _wait(outcome: Any, console: "DriverConsole", steps: _Steps | None = None) -
             received = console.wait(POLL_S)
             ended = next((code for message, code in ENDED.items() if message in received), ended)
             if TRAINING in received and interrupt is None:
-                interrupt = stack.enter_context(Interrupt())
+                interrupt = stack.enter_context(Interrupt(grace_s))
             if STEP in received and steps is not None and steps.read() and not stop_sent:
                 console.send(b"c")
                 stop_sent = True
             if interrupt is not None and interrupt.requested and not stop_sent:
-                console.send(b"s")
+                console.send(PREEMPT if interrupt.is_preempted else b"s")
                 stop_sent = True
             if not ray.wait([outcome], timeout=POLL_S if console.ended else 0)[0]:
                 silent_s = head.silent_s()
-                if ended is not None and silent_s > LOST_HEAD_AFTER_END_S:
+                if ended in (0, 130) and silent_s > LOST_HEAD_AFTER_END_S:
                     logger.warning("Ray's head process died after the end of the run")
                     return ended
                 if silent_s > LOST_HEAD_S:
@@ -257,6 +270,8 @@ def _wait(outcome: Any, console: "DriverConsole", steps: _Steps | None = None) -
             try:
                 result = ray.get(outcome)
             except ray.exceptions.RayError as error:
+                if ended == EXIT_CODE:
+                    raise RunError(str((read_status(folder) or {}).get("reason")), EXIT_CODE) from error
                 reason = " ".join(str(error).split()).split(" Some common causes include")[0]
                 raise RunError(f"the controller process died. Ray says: {reason.rstrip('.')}; {RESUME}") from error
             if steps is not None:
@@ -312,6 +327,8 @@ class Runner:
         self._interrupt = ForwardedInterrupt(on_enter=lambda: self._console.send(TRAINING))
 
     def _on_message(self, message: bytes) -> None:
+        if PREEMPT in message:
+            self._interrupt.preempt()
         for stop, by in STOP.items():
             if stop in message:
                 self._interrupt.stop(by)
@@ -341,6 +358,7 @@ class Runner:
             runner.started = started
             runner.on_end = self._on_end
             runner.on_step = self._on_step
+            self._interrupt.grace_s = config.trainer.preemption_grace_s
             return runner.run(config, self._interrupt)
         except RunError as error:
             return error
@@ -370,6 +388,3 @@ class ForwardedInterrupt(Interrupt):
     def __enter__(self) -> "ForwardedInterrupt":
         self._on_enter()
         return self
-
-    def __exit__(self, *exc: object) -> None:
-        pass

@@ -34,6 +34,7 @@ from lockstep.utils.checkpoint_folder import (
 )
 from lockstep.utils.files import make_private_folder, sha256, sha256_all
 from lockstep.utils.fs import check_protocol, is_remote, masked, open_filesystem, reason
+from lockstep.utils.progress import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +141,9 @@ class RemoteStore:
                 if is_cancelled():
                     raise Cancelled
                 if name not in uploaded:
-                    filesystem.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
-                    filesystem.put_file(str(folder / name), f"{target}/{name}")
+                    with waiting("file", f"{target}/{name}"):
+                        filesystem.makedirs(f"{target}/{name}".rpartition("/")[0], exist_ok=True)
+                        filesystem.put_file(str(folder / name), f"{target}/{name}")
                     filesystem.invalidate_cache()
                     if (size := filesystem.size(f"{target}/{name}")) not in (entry.size, None):
                         raise OSError(f"{name} has {size} bytes there, but {entry.size} here")

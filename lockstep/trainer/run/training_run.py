@@ -22,12 +22,17 @@ from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.observability.run_folder import CONFIG
 from lockstep.observability.status_file import StatusFile
 from lockstep.observability.trackers import Tracking
+from lockstep.observability.watchdog.verdict import Culprit
+from lockstep.observability.watchdog.watchdog import Watchdog
 from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
 from lockstep.trainer.run.errors import RunError
-from lockstep.trainer.run.failures import explain
+from lockstep.trainer.run.failures import explain, how_to_resume
+from lockstep.trainer.run.hang_exit import EXIT_CODE, HangExit
 from lockstep.trainer.run.memory_check import write_plan
+from lockstep.trainer.run.processes import controller_address
 from lockstep.trainer.run.remote_copies import RemoteCopies
 from lockstep.trainer.run.remote_store import RemoteStore, fetch_path, find_or_fetch, reach
+from lockstep.trainer.run.restarts import Restarts
 from lockstep.trainer.run.run_config import (
     as_yaml,
     check_same_experiment,
@@ -36,6 +41,8 @@ from lockstep.trainer.run.run_config import (
     store_of,
     write_run_config,
 )
+from lockstep.utils.heartbeat import Link, current_link
+from lockstep.utils.progress import phase
 from lockstep.utils.state_file import save_state
 
 logger = logging.getLogger(__name__)
@@ -52,6 +59,7 @@ class TrainingRun(ExitStack):
     last_checkpoint: the newest one that this process has loaded or saved.
     tracking:        None until the run is open.
     store:           `trainer.default_hdfs_dir`.
+    restarts:        of the command, if it restarts runs; set before `lock`.
     """
 
     def __init__(self, config: PPOConfig | SupervisedConfig) -> None:
@@ -66,6 +74,11 @@ class TrainingRun(ExitStack):
         self.tracking: Any = None
         self._is_locked = False
         self._status: StatusFile | None = None
+        self._watchdog: Watchdog | None = None
+        self._hang_exit: HangExit | None = None
+        self.on_forced_end: Callable[[int], None] = lambda exit_code: None
+        """Called before the process is ended because the run is stuck and does not react."""
+        self.restarts: Restarts | None = None
         self.is_open = False
 
     @property
@@ -92,21 +105,64 @@ class TrainingRun(ExitStack):
     def log_nothing_to_do(self, step: int, num_steps: int) -> None:
         logger.info("nothing to do: the run is already at step %d of %d", step, num_steps)
 
-    def lock(self, num_steps: int | None = None) -> None:
+    def lock(self, num_steps: int | None = None) -> Link | None:
         """Lock the folder, whose `status.json` then says that the run is running; no-op if it is locked.
 
         num_steps: of the whole run, if known.
+
+        Returns where the other processes of the run report to, if it is watched.
         """
         if self._is_locked:
-            return
-        self.enter_context(RunLock(self.folder))
+            return current_link()
+        held: ExitStack = self.restarts or self
+        if self.restarts is None or not self.restarts.has_lock:
+            held.enter_context(RunLock(self.folder))
         self._is_locked = True
         self.callback(setattr, self, "_is_locked", False)
         self.checkpoints.clean_stale()
-        if self.trains:
+        self._status = None if self.restarts is None else self.restarts.status
+        if self.trains and self._status is None:
             tracked = None if self.config.trainer.resume_mode == "disable" else last_step(self.folder / METRICS_FILE)
-            self._status = self.enter_context(StatusFile(self.folder, tracked or 0, num_steps))
-            self.push(self._note_failure)
+            self._status = held.enter_context(StatusFile(self.folder, tracked or 0, num_steps))
+            held.push(self._note_failure)
+        if self.restarts is not None:
+            self.restarts.has_lock = True
+            self.restarts.status = self._status
+        if self.trains and self.config.trainer.watchdog.enable:
+            self._watch()
+        return current_link()
+
+    def _watch(self) -> None:
+        """Start the watchdog (docs/watchdog.md)."""
+        config = self.config.trainer
+        ends = config.on_hang != "warn"
+        if ends:
+            self._hang_exit = self.enter_context(HangExit(config.on_hang == "restart", self._end_by_force))
+        host, role = controller_address(self.config)
+        try:
+            watchdog = Watchdog(config.watchdog, self.folder, host, role, self._on_hang if ends else None)
+        except OSError as error:  # no address to listen at
+            logger.warning("the run is not watched (trainer.watchdog): %s", error)
+            return
+        self._watchdog = self.enter_context(watchdog)
+        if self._status is not None:
+            self._status.watch = watchdog.status
+            self.callback(setattr, self._status, "watch", None)
+
+    def _on_hang(self, verdict: str, culprits: list[Culprit]) -> None:
+        """The watchdog has reported that the run is stuck, and it is to end."""
+        assert self._hang_exit is not None and self._watchdog is not None
+        self._hang_exit.end(verdict)
+        for culprit in culprits:
+            if not culprit.process.dump.answers:  # it would not end by itself either
+                self._watchdog.reporters.kill(culprit.process.state)
+
+    def _end_by_force(self, verdict: str) -> None:
+        if self._status is not None:
+            self._status.abandon(
+                f"{verdict.rstrip('.')}; the run ended early{how_to_resume(self.config, self.last_checkpoint)}"
+            )
+        self.on_forced_end(EXIT_CODE)
 
     def claim(self, resume_from: Path | None = None) -> tuple[int, Path] | None:
         """Lock the folder and find the checkpoint to resume from: its step and folder; None to start at step 0.
@@ -147,11 +203,14 @@ class TrainingRun(ExitStack):
         trainer = self.config.trainer
         return RemoteCopies(store, self.folder, self.checkpoints.keep, trainer.hdfs_wait_s)
 
-    def open(self, step: int, num_steps: int, metrics: dict[str, Any]) -> None:
-        """Save the config and open the trackers. metrics: those of `step`, logged if the process died before it did so."""
+    def open(self, step: int, num_steps: int, metrics: dict[str, Any] | None) -> None:
+        """Save the config and open the trackers. metrics: those of `step`, logged if the process died before it did so; None if the
+        trainer does that."""
         config = self.config.trainer
         if self._status is not None:
             self._status.resume(step, num_steps)
+        if self.restarts is not None:
+            self.restarts.step = step
         self.write_config(step, num_steps)
         if self.store is not None and self.trains:
             self.callback(self._prune_copied)
@@ -171,20 +230,27 @@ class TrainingRun(ExitStack):
             write_plan(self.config, self.folder)
             if config.dashboard:
                 self.enter_context(DashboardChild(self.folder, config.dashboard_port))
-        if (self.tracking.last_step or 0) < step:
+        if metrics is not None and (self.tracking.last_step or 0) < step:
             self.tracking.log(data=metrics, step=step)
         resumed = self.last_checkpoint
         if self._copies is not None and resumed is not None and resumed.parent == self.checkpoints.root:
             self._copies.submit(resumed)  # its copy may have been interrupted
         self.is_open = True
         self.callback(setattr, self, "is_open", False)
+        if self._hang_exit is not None:
+            self.push(self._hang_exit.unwinding)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         """Track the metrics of a step."""
-        remote = self._copies.metrics() if self._copies is not None else {}
-        self.tracking.log(data=metrics | remote, step=step)
-        if self._status is not None:
-            self._status.log(metrics, step)
+        extra: dict[str, Any] = self._copies.metrics() if self._copies is not None else {}
+        if self.restarts is not None:
+            self.restarts.step = step
+            if self.restarts.count:
+                extra = extra | {"training/restarts": self.restarts.count}
+        with phase("log metrics"):
+            self.tracking.log(data=metrics | extra, step=step)
+            if self._status is not None:
+                self._status.log(metrics, step)
 
     def _note_failure(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Give `status.json` the line that the user gets."""

@@ -27,6 +27,7 @@ from lockstep.config.preference import DPOConfig
 from lockstep.config.schema import to_plain
 from lockstep.data.preference_dataset import create_preference_dataset
 from lockstep.engines.train.train_engine import LossFn
+from lockstep.observability.run_folder import REFERENCE_FILE
 from lockstep.trainer.supervised.batches import collate_pairs, pairs
 from lockstep.trainer.supervised.trainer import SupervisedTrainer
 from lockstep.utils.distributed import on_first_rank
@@ -35,8 +36,6 @@ from lockstep.utils.model_path import weight_folders
 from lockstep.utils.progress import count, phase
 
 logger = logging.getLogger(__name__)
-
-REFERENCE_FILE = "reference_log_probs.safetensors"
 
 
 class ReferencedPairs(Dataset[dict[str, Any]]):

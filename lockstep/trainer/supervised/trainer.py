@@ -22,15 +22,20 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.batch_sizes import fitted_to_rows
 from lockstep.config.derived_defaults import PROGRAMS
+from lockstep.config.micro_batches import SUPERVISED
 from lockstep.config.sft import SupervisedConfig
 from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.data.loader import create_dataloader
 from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
 from lockstep.engines.train.audit import UpdateAudit
+from lockstep.engines.train.micro_batch_limits import failure_of
+from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.models.loading import resolve_dtype
 from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.trainer.run.memory_check import with_chosen_sizes
+from lockstep.trainer.run.observer import StepObserver
 from lockstep.trainer.run.run_config import warn_if_epochs_end_first, warn_if_on_cpu
+from lockstep.trainer.run.smaller_micro_batches import SmallerMicroBatches
 from lockstep.trainer.run.step_profiler import StepProfiler
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.trainer.supervised.batches import share_of, share_of_pairs
@@ -92,9 +97,11 @@ class SupervisedTrainer(ABC):
         )
         self.total_training_steps = num_training_steps(config, len(self.loader))
         group, num_rows = self.sequences_per_row, data.micro_batch_size_per_gpu
-        self.micro = MicroBatching(max_tokens=data.max_token_len_per_gpu, group_size=group)
+        keys = SUPERVISED["update"]
+        self.micro = MicroBatching(max_tokens=data.max_token_len_per_gpu, group_size=group, key=keys.tokens)
         if not data.use_dynamic_bsz:
-            self.micro = MicroBatching(num_rows=num_rows and num_rows * group, group_size=group)
+            self.micro = MicroBatching(num_rows=num_rows and num_rows * group, group_size=group, key=keys.rows)
+        self.smaller = SmallerMicroBatches(config)
         self.run = TrainingRun(config)
         self.audits = Audits(asdict(trainer.audit))
         self.global_steps = 0
@@ -103,6 +110,7 @@ class SupervisedTrainer(ABC):
         """Tokens of all steps so far."""
         self.loader_state: dict[str, Any] = {}
         """State of the data loader after the last complete step."""
+        self.observer = StepObserver()
         role = PROGRAMS[type(config)]
         self.profiler = StepProfiler(
             config, {role: config.profiler}, self.total_training_steps, device, role=role, rank=current_rank()
@@ -149,6 +157,7 @@ class SupervisedTrainer(ABC):
         on_first_rank(lambda: run.open(self.global_steps, self.total_training_steps, metrics))
         run.push(self.profiler.start(run.folder if self.is_first_rank else None, self.global_steps))
         self._log_summary()
+        self.observer.started(self)
 
     def close(self) -> None:
         """Finish the trackers and release the run's folder."""
@@ -166,14 +175,19 @@ class SupervisedTrainer(ABC):
             self.global_steps += 1
             timing: dict[str, float] = {}
             with self.profiler.step(self.global_steps), marked_timer("step", timing):
-                with self._out_of_memory_in("train_batch"):
-                    metrics = self.train_batch(next(batches))
+                with phase("read a batch"):
+                    batch = next(batches)
+                self.observer.updating(self, batch)
+                with phase("update"), self._out_of_memory_in("train_batch"):
+                    metrics = self.train_batch(batch)
+                self.observer.updated(self, batch)
                 self.loader_state = deepcopy(self.loader.state_dict())
             metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"]) | self.audits.log()
             if self.val_dataset is not None and run.must_test(self.global_steps, last_step):
                 with marked_timer("testing", timing), phase("validation"), self._out_of_memory_in("validate"):
                     metrics |= self.validate()
                 metrics["timing_s/testing"] = timing["testing"]
+            metrics |= self._out_of_memory_metrics()
             stopping = not least_of_ranks(int(not interrupt.requested)) and self.global_steps < last_step
             if stopping or run.must_save(self.global_steps, last_step):
                 with marked_timer("save_checkpoint", timing):
@@ -189,7 +203,10 @@ class SupervisedTrainer(ABC):
         """Batches, epoch after epoch."""
         while True:
             self.epoch = self.loader.epoch
-            yield from self.loader
+            for batch in self.loader:
+                if (problem := self.loader.ledger.take_problem()) is not None:
+                    self.audits.found("data_order", problem)
+                yield batch
 
     def train_batch(self, batch: TensorDict) -> dict[str, Any]:
         """One optimizer step on a batch of all ranks."""
@@ -237,9 +254,16 @@ class SupervisedTrainer(ABC):
         """Name the method in an error, for the advice of `failures`."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            error.add_note(f"raised in rank {current_rank()} by {type(self).__name__}.{method}")
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or failure_of(error) is not None:
+                error.add_note(f"raised in rank {current_rank()} by {type(self).__name__}.{method}")
             raise
+
+    def _out_of_memory_metrics(self) -> dict[str, float]:
+        """What the engine had to lower."""
+        if isinstance(self.engine, TokenEngine):
+            self.smaller.note(self.engine.limits.take())
+        return self.smaller.metrics()
 
     def _step_metrics(self, num_tokens: int, seconds: float) -> dict[str, Any]:
         return {
@@ -259,6 +283,9 @@ class SupervisedTrainer(ABC):
         state = load_state(folder / TRAINER_STATE)
         self.global_steps, self.num_tokens = step, state["num_tokens"]
         self.run.last_checkpoint = folder  # on every rank, for messages
+        self.smaller.load(state)
+        if isinstance(self.engine, TokenEngine):
+            self.engine.limits.set(self.smaller.sizes)
         metrics: dict[str, Any] = state["metrics"]
         return metrics
 
@@ -293,5 +320,5 @@ class SupervisedTrainer(ABC):
         if not self.is_first_rank:  # which creates the folder and commits it
             write(None)
             return
-        state = {"num_tokens": self.num_tokens, "metrics": metrics}
+        state = {"num_tokens": self.num_tokens, "metrics": metrics} | self.smaller.state()
         self.run.save(self.global_steps, write, self.loader_state, state)

@@ -18,6 +18,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.engines.rollout.embedded import sequence as sequences
 from lockstep.engines.rollout.embedded.block_manager import BlockManager
+from lockstep.engines.rollout.embedded.memory_limits import MemoryLimits
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import Scheduler
 from lockstep.engines.rollout.embedded.step_loop import StepLoop
@@ -56,14 +57,14 @@ class EmbeddedEngine(ModuleEngine):
         self.num_blocks = num_blocks
         self.runner: ModelRunner | None = None
         self.step_loop: StepLoop | None = None
-        self.blocks = BlockManager(0, config.kv_block_size)
         self.scheduler = Scheduler(
-            self.blocks,
+            BlockManager(0, config.kv_block_size),
             max_num_seqs=config.max_num_seqs,
             max_num_tokens=config.max_num_batched_tokens,
             chunked=config.enable_chunked_prefill,
             share_prompts=config.enable_prefix_caching,
         )
+        self.limits = MemoryLimits(self.scheduler)
         self._model_is_checked = False
         self._limit_is_logged = False
         self._num_added = 0
@@ -80,7 +81,7 @@ class EmbeddedEngine(ModuleEngine):
         self.runner = ModelRunner(
             model, self.config.kv_block_size, group, records_routes=self.config.enable_rollout_routing_replay
         )
-        self.step_loop = StepLoop(self.runner, self.scheduler, self.max_model_len, use_graphs)
+        self.step_loop = StepLoop(self.runner, self.scheduler, self.limits, self.max_model_len, use_graphs)
         self._model_is_checked = False
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -91,8 +92,10 @@ class EmbeddedEngine(ModuleEngine):
     def sleep(self) -> None:
         assert not self.scheduler.has_unfinished, "sleep while requests are running"
         if self.runner is not None:
-            self.runner.cache = None
-        self.blocks = self.scheduler.blocks = BlockManager(0, self.config.kv_block_size)
+            self.limits.drop_cache(self.runner)
+
+    def lowered_limits(self) -> dict[str, float]:
+        return self.limits.metrics()
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -148,6 +151,10 @@ class EmbeddedEngine(ModuleEngine):
         sequence.stop_reason = sequence.stop_reason or "abort"
 
     @property
+    def blocks(self) -> BlockManager:
+        return self.scheduler.blocks
+
+    @property
     def module(self) -> nn.Module:
         return self._bound[0].model
 
@@ -183,9 +190,9 @@ class EmbeddedEngine(ModuleEngine):
         """Make room for the unfinished sequences, within the memory limit."""
         needed = [self.blocks.blocks_for(s.max_cached) for s in self.scheduler.unfinished()]
         num_blocks = self._target_num_blocks(needed)
-        if num_blocks > self.blocks.num_blocks:
-            self._bound[0].allocate(num_blocks)
-            self.blocks.grow(num_blocks)
+        if self.limits.num_blocks is not None:
+            num_blocks = max(min(num_blocks, self.limits.num_blocks), *needed)
+        self.limits.grow_cache(self._bound[0], num_blocks)
         if max(needed) > self.blocks.num_blocks:
             raise ValueError(
                 f"a sequence needs {max(needed)} blocks of {self.config.kv_block_size} tokens, but the KV cache has "
@@ -199,7 +206,7 @@ class EmbeddedEngine(ModuleEngine):
             return self.num_blocks
         runner = self._bound[0]
         current = self.blocks.num_blocks
-        max_num_seqs = self.config.max_num_seqs
+        max_num_seqs = self.scheduler.max_num_seqs
         if runner.device.type == "cuda":
             if current:
                 return current  # allocated once, at full size

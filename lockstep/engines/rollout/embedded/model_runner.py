@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache, RouteShape
-from lockstep.engines.rollout.rollout_engine import evaluation_mode
+from lockstep.engines.rollout.rollout_engine import evaluation_mode, shortage_of
 from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
 from lockstep.models.known_models import why_own_forward
@@ -132,14 +132,25 @@ class ModelRunner:
     def _least(self, number: int) -> int:
         return number if self.tensor_group is None else self.tensor_group.least(number)
 
-    def allocate(self, num_blocks: int) -> None:
-        """Create the cache with this many blocks, or grow it to them."""
+    def allocate(self, num_blocks: int) -> str | None:
+        """Create the cache with this many blocks, or grow it to them; returns the reason if memory does not suffice on a rank."""
+        is_new = self.cache is None
+        shortage = shortage_of(lambda: self._allocate(num_blocks))
+        if not self._least(shortage is None):
+            if is_new:
+                self.cache = None
+            return shortage or "out of memory on another rank"
+        return None
+
+    def _allocate(self, num_blocks: int) -> None:
         if self.cache is None:
             self.cache = PagedCache(self.layers(), num_blocks, self.block_size, self.device, self._route_shape)
-        elif num_blocks > self.cache.num_blocks:
-            self.cache.grow(num_blocks)
-        if self.device.type == "cuda":
-            self.cache_addresses.copy_(self.cache.addresses())
+        try:
+            if num_blocks > self.cache.num_blocks:
+                self.cache.grow(num_blocks)
+        finally:  # layers that have grown have moved
+            if self.device.type == "cuda":
+                self.cache_addresses.copy_(self.cache.addresses())
 
     @property
     def cache_addresses(self) -> Tensor:

@@ -99,13 +99,10 @@ class PagedCache:
     def grow(self, num_blocks: int) -> None:
         """Add empty blocks until there are `num_blocks`; existing blocks keep their content."""
         for index, shape in self.layers.items():
-            added = (num_blocks - self.num_blocks) * shape.num_heads
             for store in (self.keys, self.values):
-                old = store[index]
-                store[index] = torch.cat([old, old.new_zeros(added, *old.shape[1:])])
+                store[index] = _with_rows(store[index], num_blocks * shape.num_heads)
         if self.routes is not None:
-            added = num_blocks - self.num_blocks
-            self.routes = torch.cat([self.routes, self.routes.new_zeros(added, *self.routes.shape[1:])])
+            self.routes = _with_rows(self.routes, num_blocks + 1)
         self.num_blocks = num_blocks
 
     def addresses(self) -> Tensor:
@@ -137,6 +134,12 @@ class PagedCache:
         assert self.routes is not None
         blocks = to_device(torch.tensor(table[: -(-num_tokens // self.block_size)], dtype=torch.int64), self.device)
         return self.routes[blocks].flatten(0, 1)[:num_tokens].cpu().numpy()
+
+
+def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
+    """The tensor with zeros up to `num_rows`; it may have as many already, from a growth that ran out of memory."""
+    missing = num_rows - len(tensor)
+    return tensor if missing <= 0 else torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
 
 
 def blocks_of_heads(table: Tensor, num_heads: int) -> Tensor:

@@ -37,10 +37,15 @@ class PrefillRow:
 
 @dataclass
 class PrefillStep:
-    """One forward pass. copies: (source, target) blocks to copy before it."""
+    """One forward pass.
+
+    copies:      (source, target) blocks to copy before it.
+    is_computed: whether the forward has run; set by the runner.
+    """
 
     rows: list[PrefillRow] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    is_computed: bool = False
 
 
 @dataclass
@@ -136,6 +141,13 @@ class Scheduler:
         for state in (self.running, self._waiting, self._num_waiting, self._leaders, self._prompt_ids):
             state.clear()
 
+    def preempt_above(self, num_running: int) -> None:
+        """Preempt the youngest until `num_running` sequences run; none may have outputs in flight."""
+        while len(self.running) > num_running:
+            self._preempt(self.running[-1])
+        if not num_running:
+            self._drop_all_shared()
+
     @property
     def prefill_is_due(self) -> bool:
         """A prefill is in progress, or enough sequences can start to be worth delaying those that decode."""
@@ -180,6 +192,15 @@ class Scheduler:
         if len(self.running) >= len(running):  # nothing was preempted
             self._admit(step, budget)
         return step
+
+    def undo_prefill(self, step: PrefillStep) -> None:
+        """Take back a step that was not computed: its sequences wait again."""
+        for prompt_id in self._completed_now:
+            self._drop_shared(prompt_id)
+        indices = {s.index for row in step.rows for s in (row.sequence, *row.samplers)}
+        for sequence in [s for s in reversed(self.running) if s.index in indices]:
+            sequence.num_computed = 0
+            self._preempt(sequence)
 
     def _decodable(self, num_steps: int) -> list[tuple[Sequence, int]]:
         return [(s, min(num_steps, s.num_left)) for s in self.running if s.is_decoding and s.num_left > 0]

@@ -6,21 +6,25 @@
 
 The decoder stops sequences itself, at a stop token or at `max_tokens`; so the host looks at tokens once per window, and on CUDA it
 schedules the next launch while the device still runs the previous one.
+
+A launch for which memory does not suffice is taken back, and a limit is lowered (`memory_limits.py`).
 """
 
 from collections import deque
-from collections.abc import Sequence as Rows
+from collections.abc import Callable, Sequence as Rows
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.engines.rollout.embedded.cpu.decoder import CpuDecoder
+from lockstep.engines.rollout.embedded.memory_limits import MemoryLimits
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.prefill import PrefillInputs
 from lockstep.engines.rollout.embedded.sampler import SampledTokens
 from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, PrefillStep, Scheduler
 from lockstep.engines.rollout.embedded.sequence import Sequence
+from lockstep.engines.rollout.rollout_engine import shortage_of
 from lockstep.protocol.generation import first_routes
 
 
@@ -42,6 +46,12 @@ class Decoder(Protocol):
     def reset(self) -> None:
         """Drop all sequences."""
 
+    def free_memory(self) -> None:
+        """Drop all sequences, and what can be made again."""
+
+    def disable_graphs(self) -> bool:
+        """Do without what takes memory for speed from now on; False if there is no such thing."""
+
 
 class StepLoop:
     """
@@ -49,9 +59,17 @@ class StepLoop:
     finished:           sequences found finished that `step` has not returned yet.
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, max_model_len: int, use_graphs: bool) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        limits: MemoryLimits,
+        max_model_len: int,
+        use_graphs: bool,
+    ) -> None:
         self.runner = runner
         self.scheduler = scheduler
+        self.limits = limits
         self.num_prefill_tokens = 0
         self._max_model_len = max_model_len
         self._use_graphs = use_graphs
@@ -108,16 +126,27 @@ class StepLoop:
         if self.scheduler.prefill_is_due:
             prefill = self.scheduler.schedule_prefill()
             if prefill.rows:
-                self._run_prefill(prefill, decoder)
+                if shortage := self._shortage_of(lambda: self._run_prefill(prefill, decoder)):
+                    self._retreat_from_prefill(prefill, decoder, shortage)
                 return True
         window = self.scheduler.schedule_decode(decoder.num_steps)
-        if window.rows:
-            assert self.runner.cache is not None
-            self.runner.cache.copy_blocks(window.copies)
-            sampled = decoder.run(window)
-            window.truncate(sampled.num_steps)
-            self._in_flight.append((window.rows, sampled))
+        if window.rows and (shortage := self._shortage_of(lambda: self._run_window(window, decoder))):
+            self._retreat_from_window(window, decoder, shortage)
         return bool(window.rows)
+
+    def _shortage_of(self, launch: Callable[[], None]) -> str | None:
+        if self.runner.tensor_group is None:
+            return shortage_of(launch)
+        launch()  # the other ranks may be waiting inside the step: it cannot be taken back
+        return None
+
+    def _run_window(self, window: DecodeWindow, decoder: Decoder) -> None:
+        assert self.runner.cache is not None
+        self.runner.cache.copy_blocks(window.copies)
+        window.copies = []
+        sampled = decoder.run(window)
+        window.truncate(sampled.num_steps)
+        self._in_flight.append((window.rows, sampled))
 
     def _run_prefill(self, prefill: PrefillStep, decoder: Decoder) -> None:
         runner = self.runner
@@ -127,11 +156,40 @@ class StepLoop:
         self.num_prefill_tokens += inputs.token_ids.numel()
         hidden_TE = runner.forward(inputs.token_ids, inputs.position_ids, inputs.attention)
         runner.keep_routes(inputs.attention.slots, runner.routes)
+        prefill.is_computed = True
         if inputs.samplers:
             sampled = decoder.sample_first(inputs.samplers, runner.logits(hidden_TE[inputs.last_token_index]))
             for sequence in inputs.samplers:
                 sequence.num_unread += 1
             self._in_flight.append(([(sequence, 1) for sequence in inputs.samplers], sampled))
+
+    def _retreat_from_prefill(self, prefill: PrefillStep, decoder: Decoder, shortage: str) -> None:
+        """Take the step back, and lower the limit on what it had too much of: tokens, or rows of logits."""
+        num_tokens = sum(row.stop - row.start for row in prefill.rows)
+        num_samplers = sum(len(row.samplers) for row in prefill.rows)
+        self.scheduler.undo_prefill(prefill)
+        self._free_memory(decoder)
+        if prefill.is_computed:
+            lowered = self.limits.lower_seqs(num_samplers, shortage)
+        else:
+            lowered = self.limits.lower_tokens(num_tokens, shortage)
+        if not lowered and not decoder.disable_graphs():
+            self.limits.shrink_cache(self.runner, shortage)
+
+    def _retreat_from_window(self, window: DecodeWindow, decoder: Decoder, shortage: str) -> None:
+        """Take the window back, and let fewer sequences run."""
+        window.truncate(0)
+        self._free_memory(decoder)
+        if window.copies:  # not made: the blocks of some sequences are incomplete
+            self.scheduler.preempt_above(0)
+        if not self.limits.lower_seqs(len(window.rows), shortage) and not decoder.disable_graphs():
+            self.limits.shrink_cache(self.runner, shortage)
+
+    def _free_memory(self, decoder: Decoder) -> None:
+        self.drain()
+        decoder.free_memory()
+        if self.runner.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _read_routes(self, sequence: Sequence) -> None:
         """Read the experts of a sequence that frees its blocks. Its last sampled token was not computed."""

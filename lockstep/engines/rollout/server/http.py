@@ -10,6 +10,7 @@ import httpx2
 
 from lockstep.config.actor_rollout_ref import ServerConfig
 from lockstep.utils.json_http import AnswerTooLargeError, request_limited
+from lockstep.utils.progress import waiting
 
 KEY = "actor_rollout_ref.rollout.server"
 RETRIED = {408, 424, 425, 429, 500, 502, 503, 504}
@@ -65,7 +66,8 @@ class Connection:
     async def _send(self, method: str, path: str, body: Any) -> httpx2.Response:
         timeout_s = self.config.timeout_s
         try:
-            return await asyncio.wait_for(request_limited(self._http, method, path, json=body), timeout_s)
+            with waiting("server", f"{self.url}{path}"):
+                return await asyncio.wait_for(request_limited(self._http, method, path, json=body), timeout_s)
         except AnswerTooLargeError as error:
             raise ServerError(str(error)) from error
         except TimeoutError as error:

@@ -32,6 +32,7 @@ from lockstep.models.export import WeightFiles, policy_files
 from lockstep.models.loading import open_causal_lm
 from lockstep.utils.child_process import how_it_ended
 from lockstep.utils.files import ensure_writable
+from lockstep.utils.progress import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +196,8 @@ class Command:
                 f"{self._url}: {KEY}.reload_command cannot be started ({error.strerror or error}): {shlex.join(self.words)}"
             ) from error
         try:
-            code = await asyncio.wait_for(process.wait(), max(0.0, deadline - time.monotonic()))
+            with waiting("server", f"{self._url}, {KEY}.reload_command (pid {process.pid})"):
+                code = await asyncio.wait_for(process.wait(), max(0.0, deadline - time.monotonic()))
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -124,9 +124,7 @@ class MegatronEngine(TokenEngine):
         outputs = self.forward(batch, MicroBatching())
         check_weights(outputs, batch, self.model, self._computing_weights(), self.dtype)
 
-    def forward(self, batch: Batch, micro: MicroBatching, **options: object) -> dict[str, Tensor]:
-        parts = self._partitions(batch, micro)
-
+    def _forward(self, batch: Batch, options: dict[str, Any], parts: list[list[int]]) -> dict[str, Tensor]:
         def keep(outputs: Outputs, rows: TensorDict) -> tuple[Tensor, Outputs]:
             return torch.zeros((), device=self.device), {name: values.cpu() for name, values in outputs.items()}
 
@@ -139,11 +137,9 @@ class MegatronEngine(TokenEngine):
             for name, shape in shapes.items()
         }
 
-    @spanned
-    def forward_backward(
-        self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object
+    def _add_gradients(
+        self, batch: Batch, loss_fn: LossFn, options: dict[str, Any], parts: list[list[int]]
     ) -> dict[str, float]:
-        parts = self._partitions(batch, micro)
         # megatron takes the mean over micro-batches and data-parallel ranks; the loss is the sum of their shares
         factor = len(parts) * self.dp_size
         totals: dict[str, Tensor] = {}
@@ -157,9 +153,11 @@ class MegatronEngine(TokenEngine):
         self._gradients.to_device()
         self._ddp.zero_grad_buffer()
         self.stage.run(self._micro_batches(batch, parts), len(parts), scaled, options, train=True)
-        own = self._told_by_last_stage({name: float(value) for name, value in totals.items()})
-        names = self._names_on_all_ranks(sorted(own))
-        return dict(zip(names, self.global_sum(*(own.get(name, 0.0) for name in names))))
+        told: dict[str, float] = self._told_by_last_stage({name: float(value) for name, value in totals.items()})
+        return told
+
+    def _accumulating(self) -> Iterator[nn.Parameter]:
+        return self.stage.gpt.parameters()  # their gradients move to megatron's buffers, which each mini-batch clears
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         raise NotImplementedError("megatron's schedule runs forward and backward passes")
@@ -174,7 +172,7 @@ class MegatronEngine(TokenEngine):
         return self.stage.module
 
     def _micro_batches(self, batch: Batch, parts: list[list[int]]) -> Iterator[TensorDict]:
-        for number, rows in enumerate(parts, start=1):
+        for number, rows in enumerate(self._each(parts), start=1):
             count(number, len(parts), "micro-batches")
             part = taken_rows(batch, rows)
             self._check_length(part)

@@ -20,6 +20,8 @@ from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.group_sampler import GroupSampler
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupId, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
+from lockstep.utils import step_stop
+from lockstep.utils.progress import waiting
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,8 @@ class BackgroundRollout:
 
     def take(self, step: int) -> list[Group] | None:
         """Start groups and wait for those that the step trains on; None if more prompts are needed."""
-        return self._call(self._take(step))
+        # groups that were taken are no longer in the schedule, which a checkpoint saves
+        return self._call(self._take(step), lambda groups: step_stop.keep() if groups is not None else None)
 
     def finish_all(self) -> None:
         """Wait for every group that was started."""
@@ -78,6 +81,14 @@ class BackgroundRollout:
     def pause(self) -> None:
         """Stop generating; unfinished requests keep their tokens. No-op while paused."""
         self._call(self._pause())
+
+    def interrupt(self) -> None:
+        """After a failure: stop serving, while the rollout is repaired."""
+        self._call(self._interrupt())
+
+    def recover(self) -> None:
+        """Serve again, and sample the groups again that the failure ended."""
+        self._call(self._recover())
 
     def groups(self) -> list[Group]:
         """All groups that no step has trained on."""
@@ -100,8 +111,31 @@ class BackgroundRollout:
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    def _call(self, coroutine: Coroutine[Any, Any, T], then: Callable[[T], None] = lambda result: None) -> T:
+        """Run it in the rollout thread. If the step is given up meanwhile, it is cancelled unless it has ended.
+
+        then: called with its result before the step can be discarded.
+        """
+        tasks: list[asyncio.Task[Any]] = []
+
+        async def cancellable() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            tasks.append(task)
+            if step_stop.is_given_up():
+                coroutine.close()
+                raise asyncio.CancelledError
+            return await coroutine
+
+        def cancel() -> None:
+            for task in tasks:
+                self._loop.call_soon_threadsafe(task.cancel)
+
+        name = f"rollout thread, {coroutine.__name__.strip('_')}"
+        with waiting("queue", name), step_stop.given_up_by(cancel):
+            result = asyncio.run_coroutine_threadsafe(cancellable(), self._loop).result()
+            then(result)
+            return result
 
     async def _add(self, groups: list[Group]) -> None:
         self.schedule.waiting.extend(groups)
@@ -178,6 +212,21 @@ class BackgroundRollout:
             self._is_paused = True
             self._note_busy()
         self._raise_failure()
+
+    async def _interrupt(self) -> None:
+        if not self._is_paused:
+            await self.sampler.client.pause()
+            self._is_paused = True
+            self._note_busy()
+
+    async def _recover(self) -> None:
+        self._failure = None
+        self.sampler.client.forget_failure()
+        if self._serving is not None:
+            await self._resume()
+        for group in self.schedule.running.values():
+            if group.id not in self._tasks:
+                self._tasks[group.id] = self._loop.create_task(self._sample(group))
 
     async def _groups(self) -> list[Group]:
         schedule = self.schedule

@@ -23,6 +23,7 @@ import os
 import threading
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -93,12 +94,7 @@ class Journal:
         if event is None:
             return None
         try:
-            with open(self.folder / event["file"], "rb") as file:
-                file.seek(event["offset"])
-                content = file.read(event["size"])
-            if zlib.crc32(content) != event["crc32"]:
-                raise ValueError("their checksum differs")
-            samples = DataProto.from_state(from_bytes(content))
+            samples = _read_samples(self.folder, event)
         except (OSError, ValueError, KeyError) as error:
             logger.warning("%s: the samples of group %s are lost and sampled again (%s)", self.folder, group.id, error)
             return None
@@ -183,6 +179,25 @@ def trained_groups(run_dir: Path) -> dict[int, list[GroupId]]:
         elif event["event"] == "resume":
             trained = {step: groups for step, groups in trained.items() if step <= event["step"]}
     return trained
+
+
+def finished_samples(run_dir: Path, step: int) -> Iterator[tuple[GroupId, DataProto]]:
+    """The groups that finished after the checkpoint of `step`, and whose samples are still there; of a group's last ones."""
+    events = list(read_events(run_dir))
+    finished = _finished_since(events, step) if step > 0 else {e["group"]: e for e in events if e["event"] == "finish"}
+    for group, event in finished.items():
+        with suppress(OSError, ValueError, KeyError):
+            yield group, _read_samples(run_dir / JOURNAL, event)
+
+
+def _read_samples(folder: Path, event: dict[str, Any]) -> DataProto:
+    """The samples of a finished group; OSError, ValueError or KeyError if they are lost."""
+    with open(folder / event["file"], "rb") as file:
+        file.seek(event["offset"])
+        content = file.read(event["size"])
+    if zlib.crc32(content) != event["crc32"]:
+        raise ValueError("their checksum differs")
+    return DataProto.from_state(from_bytes(content))
 
 
 def _finished_since(events: list[dict[str, Any]], step: int) -> dict[GroupId, dict[str, Any]]:

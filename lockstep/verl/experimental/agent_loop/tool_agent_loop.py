@@ -211,7 +211,7 @@ class ToolAgentLoop(AgentLoopBase):
         return self._append(agent_data, [{"role": "user", "content": text}])
 
     async def _contained(self, interaction: BaseInteraction, start: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        return await run_contained(f"interaction {interaction.name}", start, self._limits.timeout_s)
+        return await run_contained("interaction", interaction.name, start, self._limits.timeout_s)
 
     async def _call_tool(
         self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any], agent_data: AgentData

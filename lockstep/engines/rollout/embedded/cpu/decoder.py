@@ -33,6 +33,12 @@ class CpuDecoder:
     def reset(self) -> None:
         """Nothing is kept between windows."""
 
+    def free_memory(self) -> None:
+        """Nothing is kept between windows."""
+
+    def disable_graphs(self) -> bool:
+        return False
+
     def sample_first(self, sequences: Rows[Sequence], logits_NV: Tensor) -> SampledTokens:
         batch, uniform_SN = _sampling(sequences, num_steps=1)
         tokens_N, log_probs_N = sample(logits_NV, batch, uniform_SN[0])

@@ -38,6 +38,14 @@ class CudaDecoder:
     def reset(self) -> None:
         self.slots.clear()
 
+    def free_memory(self) -> None:
+        self.slots.clear()
+        self.graphs.clear()
+
+    def disable_graphs(self) -> bool:
+        had_graphs, self.graphs.use_graphs = self.graphs.use_graphs, False
+        return had_graphs
+
     def sample_first(self, sequences: Rows[Sequence], logits_NV: Tensor) -> SampledTokens:
         slots = self.slots.assign(sequences)
         self.slots.step.zero_()

@@ -21,6 +21,7 @@ from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.kernels import sampling
 from lockstep.kernels.paged_decode import MAX_SPLITS, TILE
+from lockstep.utils.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class DecodeGraphs:
     def prepare(self, num_rows: int, filtered: bool) -> None:
         """Capture the graph for this batch if there is none; capturing resets the rows of the slots."""
         if self._captured_at != self.runner.num_moves:
-            self._clear()
+            self.clear()
             self._captured_at = self.runner.num_moves
         size = padded_batch_size(num_rows)
         if not self.use_graphs or (size, filtered) in self._graphs:
@@ -67,11 +68,13 @@ class DecodeGraphs:
                 self._warm_up(size, filtered)
                 self._graphs[size, filtered] = self._capture(size, filtered)
                 self._routes[size, filtered] = self.runner.routes
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if is_out_of_memory(error) or is_out_of_memory(
+                error.__context__ or error
+            ):  # ending the capture may fail too
+                raise
             self.use_graphs = False
-            self._clear()
+            self.clear()
             reason = str(error).splitlines()[0]
             logger.warning("CUDA graphs disabled for %s: %s", type(self.runner.model).__name__, reason)
 
@@ -96,7 +99,8 @@ class DecodeGraphs:
         outputs = (slots.step, slots.sampled, slots.log_probs)
         sampling.sample(logits, *state, slot_ids, *outputs, filtered=filtered)
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Drop all graphs; they are captured again when needed."""
         self._graphs.clear()
         self._routes.clear()
         self._pool = None  # freed with the last graph that uses it

@@ -1,0 +1,120 @@
+"""What the embedded engine does at once, and how it does less when memory does not suffice.
+
+    out of memory in          what is lowered, for the rest of the run
+    prefill                   tokens per prefill step (a prompt without chunks gets chunks)
+    decoding, sampling        sequences that run at once
+    both, at the least size   the KV cache
+    the KV cache              itself, down to the blocks of the longest sequence
+
+The sequences of the step are undone or preempted first, so that nothing is lost but time: a preempted sequence goes on with its
+tokens, and its next token depends only on them, its seed and its position.
+"""
+
+import logging
+
+import torch
+
+from lockstep.engines.rollout.embedded.block_manager import BlockManager
+from lockstep.engines.rollout.embedded.model_runner import ModelRunner
+from lockstep.engines.rollout.embedded.scheduler import Scheduler
+from lockstep.utils.metrics import MinOverRanks
+
+logger = logging.getLogger(__name__)
+
+LEAST_TOKENS = 16
+"""Of a prefill step: below it the KV cache is lowered instead."""
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+class MemoryLimits:
+    """
+    scheduler: its `max_num_seqs`, `max_num_tokens` and `chunked` are the limits on sequences and tokens.
+    num_blocks: most blocks of the KV cache; None if memory has sufficed.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.num_blocks: int | None = None
+        self._lowered: dict[str, int] = {}
+
+    def metrics(self) -> dict[str, float]:
+        """The limits that were lowered."""
+        return {f"perf/rollout_limit/{name}": MinOverRanks(limit) for name, limit in self._lowered.items()}
+
+    def lower_seqs(self, num_running: int, reason: str) -> bool:
+        """Preempt about half of the sequences; False if there is only one. Nothing may be in flight."""
+        if num_running <= 1:
+            return False
+        limit = num_running // 2
+        self.scheduler.max_num_seqs = limit
+        self.scheduler.preempt_above(limit)
+        self._note("max_num_seqs", limit, f"{num_running} sequences at once", reason)
+        return True
+
+    def lower_tokens(self, num_tokens: int, reason: str) -> bool:
+        """Halve the tokens of a prefill step that has failed; False if they are few."""
+        if num_tokens <= LEAST_TOKENS:
+            return False
+        if not self.scheduler.chunked:
+            self.scheduler.chunked = True
+            logger.warning(
+                "prompts are prefilled in chunks from now on, despite %s.enable_chunked_prefill=false", _ROLLOUT
+            )
+        limit = max(LEAST_TOKENS, num_tokens // 2)
+        self.scheduler.max_num_tokens = limit
+        self._note("max_num_batched_tokens", limit, f"a prefill step of {num_tokens} tokens", reason)
+        return True
+
+    def shrink_cache(self, runner: ModelRunner, reason: str) -> None:
+        """Replace the KV cache by one of half its blocks; MemoryError if it has only those of the longest sequence."""
+        scheduler = self.scheduler
+        if not scheduler.has_unfinished:
+            return
+        current = scheduler.blocks.num_blocks
+        least = self._blocks_of_longest()
+        if current <= least:
+            raise self._too_long(reason)
+        scheduler.preempt_above(0)
+        self.drop_cache(runner)
+        self._note("kv_blocks", max(least, current // 2), f"a step beside a KV cache of {current} blocks", reason)
+        self.grow_cache(runner, max(least, current // 2))
+
+    def drop_cache(self, runner: ModelRunner) -> None:
+        runner.cache = None
+        self.scheduler.blocks = BlockManager(0, self.scheduler.blocks.block_size)
+
+    def grow_cache(self, runner: ModelRunner, num_blocks: int) -> None:
+        """Grow the KV cache to `num_blocks`, or as far as memory allows; MemoryError if the longest sequence does not fit then."""
+        current = self.scheduler.blocks.num_blocks
+        least = max(current, self._blocks_of_longest())
+        while num_blocks > current and (reason := runner.allocate(num_blocks)):
+            if runner.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if num_blocks <= least:
+                raise self._too_long(reason)
+            fewer = max(least, num_blocks // 2)
+            self._note("kv_blocks", fewer, f"a KV cache of {num_blocks} blocks", reason)
+            num_blocks = fewer
+        if num_blocks > current:
+            self.scheduler.blocks.grow(num_blocks)
+
+    def _blocks_of_longest(self) -> int:
+        blocks = self.scheduler.blocks
+        return max(blocks.blocks_for(s.max_cached) for s in self.scheduler.unfinished())
+
+    def _too_long(self, reason: str) -> MemoryError:
+        longest = max(self.scheduler.unfinished(), key=lambda s: s.max_cached)
+        return MemoryError(
+            f"a single sequence of {longest.num_prompt} prompt tokens and up to {longest.request.sampling.max_tokens} new ones "
+            f"does not fit: {reason}; lower data.max_response_length or data.max_prompt_length, or give the rollout more memory "
+            f"(actor_rollout_ref.actor.fsdp_config.optimizer_offload=true, {_ROLLOUT}.tensor_model_parallel_size)"
+        )
+
+    def _note(self, name: str, limit: int, tried: str, reason: str) -> None:
+        self._lowered[name] = limit
+        if name == "kv_blocks":
+            self.num_blocks = limit
+            now = f"it has {limit} blocks from now on; lower {_ROLLOUT}.gpu_memory_utilization"
+        else:
+            now = f"the limit is {limit} from now on; set {_ROLLOUT}.{name}={limit} or lower {_ROLLOUT}.gpu_memory_utilization"
+        logger.warning("out of memory for %s (%s): %s", tried, reason, now)

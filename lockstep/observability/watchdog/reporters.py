@@ -1,0 +1,205 @@
+"""The controller's side of `utils/heartbeat.py`: the processes that report, and their stacks on request."""
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from typing import Any
+
+from lockstep.utils import heartbeat
+from lockstep.utils.heartbeat import MAX_MESSAGE_BYTES, Link, ProcessState, Stack
+
+logger = logging.getLogger(__name__)
+
+DUMP_TIMEOUT_S = 10.0
+"""How long a process may take to send its stacks."""
+PY_SPY_TIMEOUT_S = 20.0
+
+
+@dataclass(eq=False)
+class Reporter:
+    """A process with a connection. heard: when its last message came; dump: its answer, `answered` says that it is there."""
+
+    connection: Connection
+    state: ProcessState
+    heard: float
+    dump: dict[str, Any] = field(default_factory=dict)
+    answered: threading.Event = field(default_factory=threading.Event)
+
+    def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Its answer; empty if there is none in time."""
+        self.answered.clear()
+        self.dump = {}
+        try:
+            self.connection.send_bytes(json.dumps(request).encode())
+        except OSError:
+            return {}
+        self.answered.wait(timeout_s)
+        return self.dump
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process of this machine."""
+        return self.state.host == socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What a process does, in detail.
+
+    stacks:     empty if it gave none.
+    answers:    False if it did not send them itself.
+    is_stopped: by a signal.
+    native:     py-spy's output, if py-spy is installed.
+    awaited:    stacks of processes that it waits for and that do not report, as faulthandler writes them, by the name of the wait.
+    """
+
+    stacks: list[Stack] = field(default_factory=list)
+    spans: list[list[Any]] = field(default_factory=list)
+    answers: bool = True
+    is_stopped: bool = False
+    native: str = ""
+    awaited: dict[str, str] = field(default_factory=dict)
+
+
+class Reporters:
+    """Context manager: listens for the processes of a run. host: the address that they can reach."""
+
+    def __init__(self, host: str) -> None:
+        key = secrets.token_bytes(32)
+        self._listener = Listener((host, 0), backlog=1024)
+        self.link = Link(host, self._listener.address[1], key)
+        self._reporters: dict[tuple[str, int], Reporter] = {}
+        self._is_closed = False
+
+    def __enter__(self) -> "Reporters":
+        threading.Thread(target=self._accept, name="watchdog-accept", daemon=True).start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._is_closed = True
+        with suppress(OSError), socket.create_connection((self.link.host, self.link.port), timeout=1.0):
+            pass  # wakes `accept`
+        self._listener.close()
+        for reporter in list(self._reporters.values()):
+            reporter.connection.close()
+
+    def all(self) -> list[Reporter]:
+        """The processes that report, by role and rank."""
+        return sorted(self._reporters.copy().values(), key=lambda r: (r.state.role, r.state.rank, r.state.pid))
+
+    def forgive(self, seconds: float) -> None:
+        """This process was stopped for as long: silence during that time does not count."""
+        for reporter in self.all():
+            reporter.heard += seconds
+
+    def dumps(self, silent_s: float) -> dict[Reporter, Dump]:
+        """Of all processes, at the same time. silent_s: who was not heard for longer is asked by a signal at once."""
+        found: dict[Reporter, Dump] = {}
+        threads = [threading.Thread(target=self._dump, args=(r, silent_s, found), daemon=True) for r in self.all()]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + DUMP_TIMEOUT_S + PY_SPY_TIMEOUT_S
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+        return dict(found)
+
+    def kill(self, process: ProcessState) -> None:
+        """End a process that does not answer."""
+        reporter = self._reporters.get((process.host, process.pid))
+        if reporter is None:
+            return
+        if reporter.is_here:
+            with suppress(OSError):
+                os.kill(process.pid, signal.SIGKILL)
+        elif (peer := self._peer(reporter)) is not None:
+            with suppress(OSError):
+                request = {"request": heartbeat.KILL, "pid": process.pid}
+                peer.connection.send_bytes(json.dumps(request).encode())
+
+    def _dump(self, reporter: Reporter, silent_s: float, found: dict[Reporter, Dump]) -> None:
+        is_silent = time.monotonic() - reporter.heard > silent_s
+        is_silent |= reporter.is_here and heartbeat.is_stopped(reporter.state.pid)
+        answer = {} if is_silent else reporter.ask({"request": heartbeat.DUMP}, DUMP_TIMEOUT_S)
+        answers = "stacks" in answer
+        if not answers:
+            answer = self._signalled(reporter)
+        stacks = [Stack.from_json(stack) for stack in answer.get("stacks", [])]
+        native = py_spy(reporter.state.pid) if reporter.is_here else ""
+        is_stopped, awaited = bool(answer.get("is_stopped")), answer.get("awaited", {})
+        found[reporter] = Dump(stacks, answer.get("spans", []), answers, is_stopped, native, awaited)
+
+    def _signalled(self, reporter: Reporter) -> dict[str, Any]:
+        """By a signal to the process: of this one, or of a peer on its machine."""
+        state = reporter.state
+        if not reporter.is_here:
+            request = {"request": heartbeat.SIGNAL, "pid": state.pid, "stack_file": state.stack_file}
+            peer = self._peer(reporter)
+            return {} if peer is None else peer.ask(request, DUMP_TIMEOUT_S + heartbeat.SIGNAL_TIMEOUT_S)
+        is_stopped = heartbeat.is_stopped(state.pid)
+        stacks = [] if is_stopped else heartbeat.signalled_stacks(state.pid, state.stack_file)
+        return {"stacks": [vars(stack) for stack in stacks], "is_stopped": is_stopped}
+
+    def _peer(self, reporter: Reporter) -> Reporter | None:
+        """The process of the same machine that was heard last."""
+        peers = [other for other in self.all() if other is not reporter and other.state.host == reporter.state.host]
+        return max(peers, key=lambda peer: peer.heard, default=None)
+
+    def _accept(self) -> None:
+        while not self._is_closed:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="watchdog-reporter", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        reporter: Reporter | None = None
+        try:
+            deliver_challenge(connection, self.link.key)
+            answer_challenge(connection, self.link.key)
+            while True:
+                content = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
+                now = time.monotonic()
+                if "state" not in content:
+                    assert reporter is not None
+                    reporter.dump = content
+                    reporter.answered.set()
+                elif reporter is None:
+                    reporter = Reporter(connection, ProcessState.from_json(content["state"]), now)
+                    self._reporters[reporter.state.host, reporter.state.pid] = reporter
+                else:
+                    reporter.state = ProcessState.from_json(content["state"])
+                if reporter is not None:
+                    reporter.heard = now
+        except (OSError, EOFError):  # the process has ended
+            pass
+        except Exception as error:  # noqa: BLE001 - a stranger at the port, or a process of another version
+            logger.debug("a report was not understood: %r", error)
+        finally:
+            connection.close()
+            if reporter is not None and self._reporters.get((reporter.state.host, reporter.state.pid)) is reporter:
+                del self._reporters[reporter.state.host, reporter.state.pid]
+
+
+def py_spy(pid: int) -> str:
+    """Python and native stacks of a process of this machine; empty if py-spy is not installed or not allowed."""
+    program = shutil.which("py-spy")
+    if program is None:
+        return ""
+    for options in (["--native"], []):
+        with suppress(subprocess.SubprocessError, OSError):
+            command = [program, "dump", "--nonblocking", "--pid", str(pid), *options]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT_S / 2, check=False)
+            if done.returncode == 0:
+                return done.stdout
+    return ""

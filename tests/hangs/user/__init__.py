@@ -1,0 +1,1 @@
+"""What users write: a reward function, tools, an agent loop, an interaction, a dataset, programs."""
