@@ -1,6 +1,6 @@
 """What the audits of an update cost: seconds of each, and their share of the update, on random weights.
 
-    python benchmarks/update_audit_cost.py [--shape 0.5b|1.5b|7b] [--rows 64 --length 512] [--updates 20] [--json out.json]
+    python benchmarks/audit_cost.py [--shape 0.5b|1.5b|7b] [--rows 64 --length 512] [--updates 20] [--json out.json]
 
 An update has one mini-batch of `rows` sequences, the second half of which is the response: forward, backward, clip, AdamW. Each
 audit is timed with the device synchronised before and after it. split: a comparison of micro-batches, which runs in the first two
