@@ -11,6 +11,7 @@
 # make package  the wheel and the source distribution, in dist/
 # make hangs   60 hangs planted in training runs, and the table in docs/watchdog.md (about 25 minutes)
 # make chaos   300 faults injected into training runs, and the table in docs/reliability.md (about 20 minutes)
+# make soak    5,000 steps of small runs; fails if memory, handles, threads, step time or disk grow (about an hour)
 # `make setup PYTHON=python3.12` selects the interpreter (3.11 or newer).
 
 PYTHON ?= python3
@@ -26,7 +27,7 @@ ENVIRONMENTS_VENV := .venv-environments
 VERIFIERS_VENV := .venv-verifiers
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
-.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint docs package chaos hangs format docs-config clean
+.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint docs package chaos hangs soak format docs-config clean
 
 setup: $(READY)
 
@@ -108,6 +109,9 @@ test-environments: export OMP_NUM_THREADS := 1
 test-environments: $(ENVIRONMENTS_VENV)/.ready $(VERIFIERS_VENV)/.ready
 	$(ENVIRONMENTS_VENV)/bin/pytest $(ENVIRONMENT_TESTS)
 	$(VERIFIERS_VENV)/bin/pytest $(ENVIRONMENT_TESTS)
+
+soak: setup
+	$(BIN)/python -m tests.soak --steps 5000
 
 chaos: export OMP_NUM_THREADS := 1
 chaos: setup

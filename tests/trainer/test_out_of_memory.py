@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.micro_batch_limits import MicroBatchFailure
 from lockstep.observability.glossary import explain as explain_metric
 from lockstep.trainer import main_dpo, main_ppo
@@ -18,6 +19,7 @@ from lockstep.trainer.run.training_run import TRAINER_STATE
 from lockstep.utils.state_file import load_state
 from tests.metrics import metrics_of, numbers_of
 from tests.out_of_memory import Memory, limited
+from tests.programs import Program
 
 ARR = "actor_rollout_ref"
 PPO = [
@@ -77,6 +79,71 @@ def test_ppo_equals_the_configured_sizes_and_resumes_with_them(
         assert run("given", 3) == 0
     assert memory.num_failures == 0
     assert sizes_of(tmp_path / "given" / "global_step_3") == sizes
+
+
+LOSS = """
+import torch
+from pathlib import Path
+from lockstep.algorithms.losses.policy import get_policy_loss_fn
+
+def loss(**inputs):
+    is_first = torch.distributed.is_initialized() and torch.distributed.get_rank() == 0
+    if is_first and len(inputs["log_prob"]) > 2 and Path("FOLDER/global_step_1").exists():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return get_policy_loss_fn("vanilla")(**inputs)
+"""
+"""Runs out of memory on one of several ranks; the other waits for it in a collective."""
+
+
+@pytest.mark.slow
+def test_several_ranks_are_restarted_with_smaller_micro_batches(overrides: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
+    key = f"{ARR}.actor.ppo_micro_batch_size_per_gpu"
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    (tmp_path / "mine.py").write_text(LOSS.replace("FOLDER", str(run)))
+    command = [*overrides, "algorithm.adv_estimator=grpo", f"{ARR}.rollout.n=4", "trainer.save_freq=1", f"{key}=4"]
+    command += [f"{ARR}.actor.policy_loss.loss_mode='{tmp_path}/mine.py:loss'", "trainer.total_training_steps=3"]
+    command += ["trainer.val_before_train=false", "trainer.test_freq=-1"]
+    program = Program("lockstep.trainer.main_ppo", [*command, "trainer.n_gpus_per_node=2"], tmp_path)
+    assert program.wait() == 0, program.stderr
+    assert "error: out of GPU memory in update_actor" in program.stderr
+    assert f"restarting the workers with {key}=2" in program.stderr
+    assert "restarting the workers from" in program.stderr and "global_step_1" in program.stderr
+    rows = metrics_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    retries = [row.get("perf/out_of_memory_retries") for row in rows]
+    assert retries == [None, 1, 1] and rows[2]["perf/micro_batch_size/update_actor"] == 2
+    assert sizes_of(run / "global_step_3") == {key: 2}
+    assert main_ppo.main([*command, f"trainer.default_local_dir={alone}"]) == 0
+    for row, expected in zip(rows, metrics_of(alone)):
+        assert row["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)
+    weights, expected = (_weights(folder / "global_step_3" / "actor") for folder in (run, alone))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=3e-5)
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_retry_is_restarted_from_the_last_checkpoint(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FsdpEngine, "_can_retry", property(lambda self: False))
+    key = f"{ARR}.actor.ppo_micro_batch_size_per_gpu"
+    command = [*overrides, "algorithm.adv_estimator=grpo", f"{ARR}.rollout.n=2", "trainer.save_freq=1", f"{key}=4"]
+    command += ["trainer.val_before_train=false", "trainer.total_training_steps=2"]
+    with limited(Memory(70, "backward", updates_only=True)) as memory:
+        assert main_ppo.main(command) == 0
+    text = capsys.readouterr().err
+    assert memory.num_failures == text.count(f"restarting the workers with {key}=") == 1
+    rows = metrics_of(tmp_path / "run")
+    assert [row["perf/out_of_memory_retries"] for row in rows] == [1, 1]
+    assert sizes_of(tmp_path / "run" / "global_step_2") == {key: 2}
+    small = [f"{key}=2", f"trainer.default_local_dir={tmp_path}/small"]
+    assert main_ppo.main([*command, *small]) == 0
+    names = ("training/restarts",)
+    numbers = [
+        {name: value for name, value in row.items() if name not in names} for row in numbers_of(tmp_path / "run")
+    ]
+    assert numbers == numbers_of(tmp_path / "small")
 
 
 def test_pairs_stay_together(tmp_path: Path, tiny_run_files: Path) -> None:

@@ -154,9 +154,9 @@ def test_passes_of_an_engine(compute: torch.dtype, checkpointing: bool, tmp_path
             norm = engine.optimizer_step()
         return log_probs, loss, norm, lowered, engine.limits.sizes
 
-    log_probs, loss, norm, lowered, sizes = passes(MicroBatching(max_tokens=10**6, key="k"), 3 * GB // 2)
-    assert lowered and sizes["k"] < 10**6
-    expected = passes(MicroBatching(max_tokens=sizes["k"], key="k"), None)
+    log_probs, loss, norm, lowered, sizes = passes(MicroBatching(max_tokens=10**6, key=KEY), 3 * GB // 2)
+    assert lowered and sizes[KEY] < 10**6
+    expected = passes(MicroBatching(max_tokens=sizes[KEY], key=KEY), None)
     assert expected[3] == []
     tolerance = 1e-4 if compute == torch.float32 else 1e-2
     np.testing.assert_allclose(log_probs, expected[0], atol=20 * tolerance)

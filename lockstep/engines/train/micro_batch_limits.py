@@ -54,8 +54,10 @@ class MicroBatchLimits:
         self.sizes |= sizes
 
     def lower(self, key: str, size: int) -> None:
+        """key: `MicroBatching.limit_name`."""
         self.sizes[key] = size
-        self._new.append((key, size))
+        if "." in key:  # otherwise an audit's, which the user cannot set
+            self._new.append((key, size))
 
     def take(self) -> list[tuple[str, int]]:
         """Keys and sizes that were lowered since the last call, in order."""

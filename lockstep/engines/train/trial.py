@@ -11,7 +11,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from lockstep.engines.train.token_engine import taken_rows
+from lockstep.engines.train.token_engine import TokenEngine, taken_rows
 from lockstep.engines.train.train_engine import LossFn, MicroBatching, TrainEngine
 from lockstep.protocol.columns import Batch
 from lockstep.protocol.tokens import lengths_of, row_sums
@@ -65,6 +65,8 @@ class SplitTrials:
 
     def problem(self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object) -> str | None:
         """What differs, if a check is due and finds something. Collective; all ranks return the same."""
+        if isinstance(self.engine, TokenEngine):
+            micro = self.engine.limits.within(micro)
         self._num_trained += len(batch)
         is_first = self.num_checked < self.FIRST and self._num_trials < 2 * self.FIRST
         if not is_first and self._num_rows + 4 * self.MAX_GROUPS * micro.group_size > self.SHARE * self._num_trained:

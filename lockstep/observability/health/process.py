@@ -19,6 +19,8 @@ LONG_PHASE_S = 120.0
 """A phase that takes less is not called stalled."""
 NEAR_LIMIT = 0.93
 GIB = 2**30 / 1e9
+AUDIT = "audit/"
+"""Begin of the metrics of audits."""
 
 TIMERS = {phase: f"timing_s/{timer}" for timer, phase in PHASES.items()} | {
     "generate": "timing_s/gen",
@@ -251,6 +253,28 @@ def phase_is_slow(run: RunView) -> Finding | None:
     )
 
 
+def audit_found(run: RunView) -> Finding | None:
+    """An audit at level `warn` found something; one at `stop` ends the run."""
+    found = {name: run.series(name) for name in run.names if name.startswith(AUDIT)}
+    found = {name: series for name, series in found.items() if series.values and series.values[-1] > 0}
+    if not found:
+        return None
+    counts = ", ".join(
+        f"{name.removeprefix(AUDIT)} in {show(series.values[-1])}" for name, series in sorted(found.items())
+    )
+    first = min(series.steps[0] for series in found.values())
+    return Finding(
+        "audit",
+        "warning",
+        f"{'An audit' if len(found) == 1 else f'{len(found)} audits'} found something",
+        f"Steps in which audits found something: {counts}; the first is step {first}.",
+        "The log has each message. The batches are in the folder audits of the run: `lockstep replay` computes them again.",
+        "audits.md",
+        tuple(sorted(found)),
+        (first, max(series.steps[-1] for series in found.values())),
+    )
+
+
 def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
@@ -263,4 +287,5 @@ RULES: tuple[Callable[[RunView], Finding | None], ...] = (
     was_restarted,
     memory_is_short,
     phase_is_slow,
+    audit_found,
 )

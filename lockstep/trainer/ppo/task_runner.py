@@ -23,6 +23,7 @@ from lockstep.config.schema import with_values
 from lockstep.data.create_dataset import create_rl_dataset
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.sampler import create_rl_sampler
+from lockstep.engines.train.micro_batch_limits import failure_of, free_unused
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.rewards.managers import RewardFn, check_scorers, load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, HangError, ResourcePoolManager, RestartError, Role, Worker
@@ -73,6 +74,8 @@ class TaskRunner:
         self.agents: Agents | None = None
         self.config: PPOConfig | None = None
         """The trainer's, with the sizes that were chosen for it."""
+        self.lowered: list[tuple[str, int]] = []
+        """Config keys of micro-batches, and the sizes with which the workers were restarted after out of memory."""
         self.restarts: Restarts
         """Of this command."""
 
@@ -164,14 +167,14 @@ class TaskRunner:
                 try:
                     return self._run_once(config, interrupt)
                 except RestartError as error:
-                    failure, cause = error, str(error)
                     if self.restarts.allows(error):
-                        sys.stderr.write(printable(f"error: {cause}\n"))
+                        sys.stderr.write(printable(f"error: {error}\n"))
                         if self._is_stopped_before_restart(error, interrupt):
                             return 130
                         config = with_values(config, error.changes)
                         self.wait_s = REPLACEMENT_S
-                        continue
+                        continue  # the error is dropped: its frames hold the models of a run in this process
+                    failure, cause = error, str(error)
                 except RunError as error:  # wrong config or input
                     if not self.restarts.count:
                         raise
@@ -198,6 +201,8 @@ class TaskRunner:
         return True
 
     def _run_once(self, config: PPOConfig, interrupt: Interrupt | None) -> int:
+        if self.lowered:
+            free_unused()
         seed_everything(config.trainer.seed)
         with ExitStack() as closing:
             closing.callback(self._close_agents)
@@ -206,6 +211,7 @@ class TaskRunner:
                     trainer = self.build(config)
                 trainer.on_step, self.config = self.on_step, trainer.config
                 trainer.run.restarts = self.restarts
+                trainer.smaller.add(self.lowered)
                 closing.callback(self._close, trainer)
                 if self.last_checkpoint is None and trainer.run.is_finished(trainer.total_training_steps):
                     return 0
@@ -227,9 +233,27 @@ class TaskRunner:
             closing.callback(gc.set_threshold, *gc.get_threshold())
             gc.set_threshold(GC_THRESHOLD)
             self.has_begun = True
-            code = trainer.fit(interrupt)
-            self.on_end(code)
-            return code
+            try:
+                code = trainer.fit(interrupt)
+            except (RuntimeError, MemoryError) as error:
+                if not self._lowers(error):
+                    raise
+                key, size = self.lowered[-1]
+                cause = f"{cause_of(error, trainer.config)}; restarting the workers with {key}={size}"
+            else:
+                self.on_end(code)
+                return code
+        raise RestartError(cause, counts=False)
+
+    def _lowers(self, error: BaseException) -> bool:
+        """Whether the workers can be restarted with smaller micro-batches: several ranks cannot go on by themselves."""
+        failure = failure_of(error)
+        if failure is None or failure.smaller is None:
+            return False
+        if any(key == failure.key and size <= failure.smaller for key, size in self.lowered):
+            return False  # it had no effect
+        self.lowered.append((failure.key, failure.smaller))
+        return True
 
     def _close_agents(self) -> None:
         if self.agents is not None:

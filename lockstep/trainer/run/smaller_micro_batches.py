@@ -4,7 +4,7 @@ engine lowers a size ─► note ─► warning, metrics ─► state of the tra
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.config.micro_batches import RL, SUPERVISED
@@ -34,21 +34,22 @@ class SmallerMicroBatches:
         self.sizes: dict[str, int] = {}
         self.num_retries = 0
 
-    def note(self, lowered: Iterable[tuple[str, int]]) -> None:
-        """Config keys and sizes, in the order in which they were lowered. The last size of a key is logged."""
-        newest = {}
-        for key, size in lowered:
-            newest[key] = size
-            self.num_retries += 1
-        for key, size in newest.items():
+    def add(self, lowered: Sequence[tuple[str, int]]) -> None:
+        """Config keys and sizes, in the order in which they were lowered."""
+        self.num_retries += len(lowered)
+        self.sizes |= dict(lowered)
+
+    def note(self, lowered: Sequence[tuple[str, int]]) -> None:
+        """`add`, and log the last size of each key."""
+        for key, size in dict(lowered).items():
             before = self.sizes.get(key, self._configured.get(key))
-            self.sizes[key] = size
             logger.warning(
                 "out of memory with %s=%s: computed again, and from now on, with %d; set the key to that to save the retries",
                 key,
                 "all" if before is None else before,
                 size,
             )
+        self.add(lowered)
 
     def metrics(self) -> dict[str, float]:
         """Empty if there was always enough memory."""

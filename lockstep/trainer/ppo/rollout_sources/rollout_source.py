@@ -4,10 +4,10 @@ import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +15,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.tokens import entries, read, row_chunks
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
+from lockstep.trainer.ppo.rollout_repair import REPAIRABLE, RolloutRepair
 from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
@@ -25,6 +26,7 @@ from lockstep.utils.state_file import has_state, load_state, save_state
 from lockstep.utils.timing import marked_timer
 from lockstep.weight_sync import WeightSync
 
+T = TypeVar("T")
 STATE = "rollouts"
 """File of a checkpoint: groups that were drawn from the data and not trained on."""
 
@@ -37,12 +39,31 @@ class RolloutSource(ABC):
     """keeps_prompts: prompts that a discarded step has drawn are still there for the next one."""
 
     keeps_prompts = False
+    repair: RolloutRepair | None = None
+    """Set by the trainer."""
+    policy_version = 0
+    """Of the weights that the rollout has, or is to get."""
 
     def __init__(self, weight_sync: WeightSync | None) -> None:
         self.weight_sync = weight_sync
 
-    def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:  # noqa: B027
+    def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
         """Begin after `step`, with weights of `policy_version`; checkpoint: the folder that the run goes on from."""
+        self.policy_version = policy_version
+
+    def repairing(self, call: Callable[[], T]) -> T:
+        """The result of `call`, which is called again after a failure of the rollout that was repaired."""
+        while True:
+            try:
+                return call()
+            except REPAIRABLE as error:
+                if self.repair is None:
+                    raise
+                with step_stop.shielded():
+                    self._repair(error, self.repair)
+
+    def _repair(self, error: Exception, repair: RolloutRepair) -> None:
+        repair.repair(error, self.policy_version)
 
     @abstractmethod
     def collect(
@@ -52,8 +73,12 @@ class RolloutSource(ABC):
 
     def update_weights(self, policy_version: int) -> dict[str, float]:
         """The actor has been updated: bring its weights to the rollout; returns metrics."""
+        self.policy_version = policy_version
+        return self.repairing(self._send)
+
+    def _send(self) -> dict[str, float]:
         with step_stop.shielded():  # both ends of the transfer must come to its end
-            return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
+            return {} if self.weight_sync is None else self.weight_sync.run(self.policy_version)
 
     def idle(self) -> AbstractContextManager[None]:
         """Inside, the rollout has the actor's weights and generates nothing: others may use it."""
@@ -98,7 +123,6 @@ class AsyncSource(RolloutSource):
         self.schedule = GroupSchedule(
             config.data.train_batch_size, trainer.max_staleness, trainer.stale_samples, self.ahead, last_step
         )
-        self.policy_version = 0
         self.num_drawn = 0
         """Batches of prompts drawn from the data."""
         self.sync_metrics: dict[str, float] = {}
@@ -108,7 +132,7 @@ class AsyncSource(RolloutSource):
         self.rollout: BackgroundRollout | None = None
 
     def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
-        self.policy_version = policy_version
+        super().start(run_dir, step, policy_version, checkpoint)
         self.num_drawn = step
         self.journal = Journal(run_dir, step, policy_version)
         if checkpoint is not None and has_state(checkpoint / STATE):
@@ -129,7 +153,7 @@ class AsyncSource(RolloutSource):
         began = time.perf_counter()
         dropped = dict(self._rollout.num_dropped)
         with marked_timer("gen", timing), phase("generate"):
-            groups = self._take(prompts, step)
+            groups = self.repairing(lambda: self._take(prompts, step))
         self.journal.train(step, groups)
         batch = batch_of_groups(groups, step)
         now = time.perf_counter()
@@ -146,9 +170,11 @@ class AsyncSource(RolloutSource):
         self.sync_metrics = {}
         return batch, metrics
 
-    def update_weights(self, policy_version: int) -> dict[str, float]:
-        self.policy_version = policy_version
-        return super().update_weights(policy_version)
+    def _repair(self, error: Exception, repair: RolloutRepair) -> None:
+        self._rollout.interrupt()
+        super()._repair(error, repair)
+        self.is_updated = False
+        self._rollout.recover()
 
     def pending(self) -> list[DataProto]:
         return [group.prompt for group in self._rollout.groups()]
