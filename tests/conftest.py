@@ -37,6 +37,7 @@ ON_SHARED_RAY = (
     "tests/single_controller/test_verl_groups.py",
     "tests/single_controller/test_verl_policy_groups.py",
     "tests/trainer/test_async_on_ray.py",
+    "tests/trainer/test_replay_on_ray.py",
     "tests/trainer/test_scale.py",
     "tests/verl/test_seeds.py",
 )

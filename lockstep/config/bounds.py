@@ -35,5 +35,12 @@ NumSteps = Annotated[int, Bound(lambda x: x >= 1, "must be 1 or more, or null fo
 StepNumbers = Annotated[
     list[int], Bound(lambda steps: all(step >= 1 for step in steps), "must be steps, the first of which is 1")
 ]
+SecondsByName = Annotated[
+    dict[str, float],
+    Bound(
+        lambda seconds: all(isinstance(x, int | float) and x > 0 for x in seconds.values()),
+        "must be seconds greater than 0, by name",
+    ),
+]
 EveryOrNever = Annotated[int, Bound(lambda x: x == -1 or x >= 1, "must be 1 or more, or -1 for never")]
 SaveFrequency = Annotated[int, Bound(lambda x: x >= -1, "must be 1 or more, -1 for only the last step, or 0 for never")]

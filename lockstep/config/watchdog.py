@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lockstep.config.bounds import PositiveFloat
+from lockstep.config.bounds import PositiveFloat, SecondsByName
 
 OnHang = Literal["warn", "stop", "restart"]
 
@@ -20,5 +20,6 @@ class WatchdogConfig:
     """But at least this many seconds."""
     first_deadline_s: PositiveFloat = 3600.0
     """Deadline of a phase that the run has not completed yet, such as loading the models."""
-    deadlines_s: dict[str, float] = field(default_factory=dict)
-    """Fixed deadlines: name of a phase, such as `rewards` or `update actor`, to seconds."""
+    deadlines_s: SecondsByName = field(default_factory=dict)
+    """Fixed deadlines: name of a phase, such as `rewards` or `update actor`, to seconds; `heartbeat` for a process that is stopped
+    while others wait for it (default: 60, or `min_deadline_s` if that is less)."""

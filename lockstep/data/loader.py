@@ -10,7 +10,8 @@ import signal
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from functools import cached_property
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -24,6 +25,7 @@ from lockstep.data.rl_dataset import collate_fn as collate_samples
 from lockstep.data.row_ledger import RowLedger, Rule
 from lockstep.data.sampler import AbstractCurriculumSampler, Resumable
 from lockstep.protocol import DataProto
+from lockstep.utils import heartbeat
 from lockstep.utils.progress import waiting
 from lockstep.utils.state_file import encode
 
@@ -78,17 +80,19 @@ class StatefulLoader:
             batch_sampler=self._batches(starts, ahead),
             num_workers=self.num_workers,
             collate_fn=self._collate,
-            worker_init_fn=_ignore_stop_signals,
+            worker_init_fn=_begin_process,
             # Own generator: the seed that DataLoader draws for its workers must not advance the run's RNG.
             generator=torch.Generator().manual_seed(self.epoch),
         )
         others = set(multiprocessing.active_children())
+        if self.num_workers:
+            heartbeat.write_stacks_on_signal()
         try:
             batches = iter(loader)
         finally:  # it may fail after starting processes, if a limit allows no more threads
             _PROCESSES.update(set(multiprocessing.active_children()) - others)
         for start in starts:
-            with waiting("data loader", self._described(batches)):
+            with self._waiting(batches):
                 batch = next(batches)
             self.drawn = ahead.popleft()
             self.ledger.draw(self.drawn, self.epoch)
@@ -100,15 +104,16 @@ class StatefulLoader:
                 self.position = start + self.batch_size
             yield batch
 
-    def _described(self, batches: Any) -> str:
-        """What the next batch comes from: the dataset and, if there are any, the process that makes it."""
+    def _waiting(self, batches: Any) -> AbstractContextManager[Any]:
+        """For the dataset or, if there are any, the process that makes the next batch."""
         name = type(self.dataset).__name__
         workers = getattr(batches, "_workers", None)
         task = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None))
         if not workers or not task:
-            return name
-        number = task[0]
-        return f"{name}, process {number} of {len(workers)} (pid {workers[number].pid})"
+            return waiting("data loader", name)
+        number, pid = task[0], workers[task[0]].pid
+        name = f"{name}, process {number} of {len(workers)} (pid {pid})"
+        return waiting("data loader", name, stacks=partial(heartbeat.child_stacks, pid))
 
     def _batches(self, starts: list[int], ahead: deque[list[int]]) -> Iterator[list[int]]:
         """The row numbers of each batch, drawn only when the batch is requested. ahead: gets them too."""
@@ -201,10 +206,11 @@ def _kill_processes() -> None:
         process.kill()
 
 
-def _ignore_stop_signals(worker: int) -> None:
+def _begin_process(worker: int) -> None:
     """In a loader process: signals to the whole job stop it after its step, until which it needs this process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    heartbeat.write_stacks_on_signal()  # no-op if the handler was inherited
 
 
 class _OrderedRows:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from lockstep.utils.distributed import current_rank
+from lockstep.utils.progress import waiting
 
 FILE_BYTES = 2 * 10**9
 """A file has no more bytes, unless a layer has."""
@@ -66,7 +67,8 @@ def save_tensors(weights: Weights, folder: Path, file_bytes: int | None = None) 
     """The safetensors files alone, with the names as they are. Collective, like `save_policy`."""
 
     def write(part: dict[str, Tensor], target: Path) -> None:
-        save_file(part, target / WEIGHTS, metadata={"format": "pt"})
+        with waiting("file", str(target / WEIGHTS)):
+            save_file(part, target / WEIGHTS, metadata={"format": "pt"})
 
     _save_all(weights, WeightFiles(folder, write, file_bytes))
 

@@ -89,6 +89,9 @@ GLOSSARY: dict[str, dict[str, str]] = {
     "Rollout against trainer": {
         "training/route_mismatch": "share of tokens and layers whose experts in the rollout are not those the trainer's router would choose",
         "training/rollout_log_probs_gap": "mean |log p(rollout) - log p(trainer)| of sampled tokens; the run stops if it is too large",
+        "training/rollout_gap/position/<first_16,quarter_1,quarter_2,quarter_3,quarter_4,last>": "the same for the first 16 tokens of each response, the other tokens of each quarter, and the last token; only of buckets with enough tokens, as are the next two (docs/audits.md)",
+        "training/rollout_gap/length/<bucket>": "the same by the length of the response: up to 64, 256, 1024, 4096 or 16384 tokens, or longer",
+        "training/rollout_gap/turn/<bucket>": "the same by the turn of the conversation that the token is in",
         "weight_sync/canary_gap": "largest |log p(rollout) - log p(trainer)| on a fixed text after a weight update, if the rollout holds a copy; the run stops beyond rounding",
         "weight_sync/<send_s,canary_s>": "seconds of a weight update: transfer with checksums, and canary",
         "weight_sync/gb": "gigabytes that an update sends",
@@ -111,6 +114,9 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "async/running_groups": "groups in generation at that time",
         "async/stale_groups": "groups that were dropped because of `trainer.max_staleness`",
         "async/filtered_groups": "groups that `algorithm.filter_groups` dropped",
+    },
+    "Audits": {
+        "audit/<name>": "steps so far in which the audit `trainer.audit.<name>` found something, with level `warn`; missing if there is none (docs/audits.md)",
     },
     "Remote checkpoints": {
         "checkpoint/remote_failures": "failed attempts to copy a checkpoint to `trainer.default_hdfs_dir`, since the process began",
@@ -140,6 +146,7 @@ GLOSSARY: dict[str, dict[str, str]] = {
         "training/global_step": "number of the step",
         "training/epoch": "passes over the training rows, from 0",
         "training/agent_workers_replaced": "agent workers that died and were replaced so far (docs/agents.md); absent before the first",
+        "training/rollout_repairs": "how often the rollout's dead processes or servers were replaced so far (docs/reliability.md); absent before the first",
         "training/restarts": "restarts of the workers in this command so far (docs/reliability.md); absent before the first",
     },
 }

@@ -126,5 +126,9 @@ def first_routes(earlier: np.ndarray | None, later: np.ndarray | None) -> np.nda
     return np.concatenate([earlier, later[len(earlier) :]])
 
 
+class WeightsLostError(ConnectionError):
+    """The rollout generates again, but no longer with the policy's weights; sending them again lets it go on."""
+
+
 Outcome = Completion | Exception
 """What became of a request: its response, or why it alone has none. An engine that fails for all requests raises instead."""

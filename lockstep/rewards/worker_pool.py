@@ -165,7 +165,8 @@ class WorkerPool:
             return nullcontext()
         worker = min(busy, key=lambda worker: worker.began)
         call = batch.monitor.call(worker.rows[0]) if worker.rows else f"{self.task.function}, being loaded"
-        return waiting("reward", f"{call} (pid {worker.function_pid or worker.process.pid})", worker.began)
+        name = f"{call} (pid {worker.function_pid or worker.process.pid})"
+        return waiting("reward", name, worker.began, worker.stacks)
 
     def _time_to_wait(self, batch: "_Batch") -> float:
         """Seconds to the next deadline, at most those to the next look at the processes."""

@@ -18,6 +18,7 @@ from lockstep.rewards import worker
 from lockstep.rewards.errors import WorkerStartError
 from lockstep.rewards.monitor import place, printed_frames
 from lockstep.utils.child_process import how_it_ended, start_module, wait_or_kill
+from lockstep.utils.heartbeat import STOPPED, is_stopped
 
 MAX_BYTES_IN_FLIGHT = 1 << 16
 """Bytes of rows sent to a worker ahead of its replies, as many as a pipe buffers."""
@@ -150,15 +151,21 @@ class WorkerProcess:
 
     def place(self) -> str:
         """Where the function is now, in one line; empty if the process does not tell."""
+        return place(printed_frames(self.stacks()))
+
+    def stacks(self) -> str:
+        """Where the function is now, as faulthandler writes it; empty if the process does not tell."""
         if not self.function_pid:
             return ""
+        if is_stopped(self.function_pid):
+            return STOPPED
         with suppress(ProcessLookupError):
             os.kill(self.function_pid, worker.DUMP_STACK)
         dump, timeout_s, poll = b"", STACK_TIMEOUT_S, select.poll()
         poll.register(self._stack_fd, select.POLLIN)
         while poll.poll(1000 * timeout_s) and (data := os.read(self._stack_fd, 1 << 16)):
             dump, timeout_s = dump + data, 0.05
-        return place(printed_frames(dump.decode(errors="replace")))
+        return dump.decode(errors="replace")
 
     def kill(self) -> str:
         """Kill the process and what it started; return how it ended."""

@@ -189,6 +189,17 @@ class WorkerGroup(ABC):
             groups[role] = group
         return groups
 
+    def dead_ranks(self) -> list[int]:
+        """Ranks whose process is known to be dead; none if workers are local."""
+        return []
+
+    def tolerate_deaths(self) -> None:  # noqa: B027
+        """Calls on other groups do not fail if a process of this one dies: it can be restarted. No-op for local workers."""
+
+    def restart(self) -> None:
+        """Start all workers again, in new processes, also for groups spawned from this one; models are to be loaded again."""
+        raise NotImplementedError(f"workers of {type(self).__name__} cannot be restarted")
+
     def shutdown(self) -> None:  # noqa: B027
         """Stop the workers, including those of groups spawned from this one; no-op for local workers."""
 

@@ -227,8 +227,12 @@ def write_stacks_on_signal() -> None:
 
 def signalled_stacks(pid: int, stack_file: str) -> list[Stack]:
     """The stacks of a process of this machine and user, by STACK_SIGNAL; empty if it does not write any."""
+    return parse_stacks(_signalled_text(pid, stack_file))
+
+
+def _signalled_text(pid: int, stack_file: str) -> str:
     if not stack_file:
-        return []
+        return ""
     try:
         before = os.stat(stack_file).st_size
         os.kill(pid, STACK_SIGNAL)
@@ -241,18 +245,45 @@ def signalled_stacks(pid: int, stack_file: str) -> list[Stack]:
                 break
         with open(stack_file, "rb") as file:
             file.seek(before)
-            return parse_stacks(file.read(MAX_MESSAGE_BYTES).decode(errors="replace"))
+            return file.read(MAX_MESSAGE_BYTES).decode(errors="replace")
     except OSError:
-        return []
+        return ""
+
+
+STOPPED = "The process is stopped (SIGSTOP, or a debugger)."
+
+
+def awaited_stacks() -> dict[str, str]:
+    """Of the processes that this one waits for and that do not report themselves, by the name of the wait."""
+    found = {}
+    for wait in progress.waits():
+        if wait.stacks is not None:
+            with suppress(Exception):  # the process may have ended
+                found[wait.name] = wait.stacks()
+    return found
+
+
+def child_stacks(pid: int) -> str:
+    """Of a forked child, which has inherited the handler of STACK_SIGNAL, as faulthandler writes them."""
+    return STOPPED if is_stopped(pid) else _signalled_text(pid, _stack_file())
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process of this machine is stopped by a signal or a debugger."""
+    return _system_state(pid) in ("T", "t")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine exists and has not ended; True if the system does not say."""
+    return _system_state(pid) not in ("Z", "X") and (os.path.exists(f"/proc/{pid}") or not os.path.exists("/proc/self"))
+
+
+def _system_state(pid: int) -> str:
+    """A letter, as `ps` shows it; empty if there is none."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def start(link: Link | None, role: str, rank: int) -> None:
@@ -283,7 +314,8 @@ def _answer(connection: Connection, request: dict[str, Any]) -> None:
     """DUMP: own stacks; SIGNAL and KILL: for another process of this machine, which does not answer."""
     what = request["request"]
     if what == DUMP:
-        _send(connection, {"stacks": [asdict(s) for s in stacks()], "spans": spans.recent_spans()})
+        own = {"stacks": [asdict(s) for s in stacks()], "spans": spans.recent_spans(), "awaited": awaited_stacks()}
+        _send(connection, own)
         return
     pid = int(request["pid"])
     if what == KILL:

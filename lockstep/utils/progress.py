@@ -13,7 +13,7 @@ Reporting is a few assignments, so that inner loops can afford it; another threa
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -87,6 +87,11 @@ def is_completed(name: str) -> bool:
     return name in _completed
 
 
+def completed() -> list[str]:
+    """Names of the phases that have ended in this process."""
+    return sorted(_completed)
+
+
 def count(done: int, total: int, unit: str = "", call_began: float | None = None) -> None:
     """How far the thread's current phase is; no-op outside of one."""
     if phases := _threads.get(threading.get_ident()):
@@ -113,23 +118,27 @@ WaitKind = Literal[
 class Wait:
     """Something outside of this thread that it waits for.
 
-    name:  which one, such as a function, a tool, a URL, a path.
-    began: when that began, in seconds of `time.monotonic`.
+    name:   which one, such as a function, a tool, a URL, a path.
+    began:  when that began, in seconds of `time.monotonic`.
+    stacks: reads those of the process that it waits for, if that does not report to the watchdog itself.
     """
 
     kind: WaitKind
     name: str
     began: float = field(default_factory=time.monotonic)
     thread: int = field(default_factory=threading.get_ident)
+    stacks: Callable[[], str] | None = None
 
 
 _waits: set[Wait] = set()
 
 
 @contextmanager
-def waiting(kind: WaitKind, name: str, began: float | None = None) -> Iterator[Wait]:
-    """The block waits for something outside of this thread or coroutine. began: now by default."""
-    wait = Wait(kind, name) if began is None else Wait(kind, name, began)
+def waiting(
+    kind: WaitKind, name: str, began: float | None = None, stacks: Callable[[], str] | None = None
+) -> Iterator[Wait]:
+    """The block waits for something outside of this thread or coroutine; see `Wait`. began: now by default."""
+    wait = Wait(kind, name, time.monotonic() if began is None else began, stacks=stacks)
     _waits.add(wait)
     try:
         yield wait

@@ -12,6 +12,7 @@ A defect that concerns few tokens, such as a wrong position after a tool's answe
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -166,7 +167,7 @@ class RolloutGap:
         self._has_routes = route_mismatch is not None
         rerouted = torch.zeros_like(distance) if route_mismatch is None else route_mismatch * chosen
         totals = torch.stack([chosen.sum(), distance.sum(), difference.sum(), (difference**2).sum(), rerouted.sum()])
-        self._sums.append(HostCopy(torch.cat([totals, _bucket_sums(distance, chosen)])))
+        self._sums.append(HostCopy(torch.cat([totals.double(), _bucket_sums(distance, chosen)])))
         self._largest.append(HostCopy(difference.max()))
 
     def restart(self) -> None:
@@ -202,20 +203,33 @@ class RolloutGap:
 
 
 def _bucket_sums(distance: Tensor, chosen: Tensor) -> Tensor:
-    """(3 * buckets,) of each bucket the tokens, their distances, and those squared: plain sums, deterministic on GPUs too."""
+    """(3 * buckets,) of each bucket the tokens, their distances, and those squared.
+
+    Plain sums of rows, which are deterministic on GPUs too: of what is at a place or after it, of which a bucket is a difference.
+    """
+    numbers = (chosen.to(distance.dtype), distance, distance.square())
     place = torch.arange(chosen.shape[1], device=chosen.device)
     lengths = ((place + 1) * chosen).amax(1, keepdim=True)  # up to the last sampled token
-    position = 1 + 4 * place // lengths.clamp_min(1)
-    position = torch.where(place == lengths - 1, len(POSITIONS) - 1, position)
-    position = torch.where(place < NUM_FIRST, 0, position)
-    length = torch.bucketize(lengths, torch.tensor(LENGTHS, device=chosen.device)).expand_as(chosen)
+
+    def sums_of(is_in: Tensor) -> Tensor:
+        """(B, 3) double."""
+        return torch.stack([(values * is_in).sum(1, dtype=torch.float64) for values in numbers], 1)
+
+    total = torch.stack([values.sum(1, dtype=torch.float64) for values in numbers], 1)
+    none = torch.zeros_like(total)
+    starts = [
+        torch.full_like(lengths, NUM_FIRST),
+        *((quarter * lengths + 3) // 4 for quarter in (1, 2, 3)),
+        lengths - 1,
+    ]
+    position = [total, *(sums_of(place >= start.clamp_min(NUM_FIRST)) for start in starts), none]
     begins = chosen & ~torch.nn.functional.pad(chosen, (1, 0))[:, :-1]
-    turn = (begins.cumsum(1) - 1).clamp_max(NUM_TURNS - 1)
-    sums = []
-    for numbers, size in ((position, len(POSITIONS)), (length, len(LENGTHS) + 1), (turn, NUM_TURNS)):
-        numbers = numbers.masked_fill(~chosen, -1)
-        for number in range(size):
-            is_in = numbers == number
-            own = distance * is_in
-            sums += [is_in.sum(), own.sum(), own.square().sum()]
-    return torch.stack(sums)
+    turn = [total, *[none] * NUM_TURNS]
+    if chosen.is_cuda or bool((begins.sum(1) > 1).any()):  # on a GPU, to ask would be to wait
+        numbers_of_turns = begins.cumsum(1)
+        turn = [total, *(sums_of(numbers_of_turns > number) for number in range(1, NUM_TURNS)), none]
+    bounds = torch.tensor(LENGTHS, device=chosen.device)
+    of_length = torch.bucketize(lengths, bounds)
+    by_length = [(total * (of_length == number)).sum(0) for number in range(len(LENGTHS) + 1)]
+    by_position, by_turn = ([(a - b).sum(0) for a, b in pairwise(after)] for after in (position, turn))
+    return torch.cat([*by_position, *by_length, *by_turn])

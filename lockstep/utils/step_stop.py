@@ -10,8 +10,6 @@ Worker processes that generate a batch end it early when `generation_stopped` is
 belongs to the main thread.
 """
 
-import asyncio
-import concurrent.futures
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -107,17 +105,10 @@ def given_up_by(cancel: Callable[[], None]) -> Iterator[None]:
     _blocks.append(cancel)
     try:
         yield
-    except (asyncio.CancelledError, concurrent.futures.CancelledError):
+    finally:  # an error of what was given up is not reported
         _blocks.pop()
         if not _blocks:
             check()
-        raise
-    except BaseException:
-        _blocks.pop()
-        raise
-    _blocks.pop()
-    if not _blocks:
-        check()
 
 
 def shielded() -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ PHASES = {
     "update_actor": "update actor",
     "update_weights": "send weights to the rollout",
     "save_checkpoint": "save checkpoint",
+    "dump_rollouts": "write rollouts",
 }
 """Timer to the name of its phase; generation, rewards and validation name theirs themselves."""
 

@@ -54,11 +54,22 @@ class WeightSync:
             "in_process": self._in_process,
             "none": lambda version: ({}, self.rollout.keep_weights(version)),
         }[transport]
-        if transport == "nccl":
-            address, port = self.actor.open_weight_group()
-            size = self.rollout.world_size + 1
-            joined = [group.join_weight_group(address, port, size) for group in (self.actor, self.rollout)]
-            FutureList([future for futures in joined for future in futures]).get()
+        self._has_group = transport == "nccl"
+        if self._has_group:
+            self._join()
+
+    def _join(self) -> None:
+        """The broadcast group of actor and rollout."""
+        address, port = self.actor.open_weight_group()
+        size = self.rollout.world_size + 1
+        joined = [group.join_weight_group(address, port, size) for group in (self.actor, self.rollout)]
+        FutureList([future for futures in joined for future in futures]).get()
+
+    def reconnect(self) -> None:
+        """The rollout's processes are new."""
+        self.rollout.expect_weights(self.layout)
+        if self._has_group:
+            self._join()
 
     def run(self, version: int) -> dict[str, float]:
         """Update the rollout, whose samples then carry `version`, and prove that it holds the actor's weights."""

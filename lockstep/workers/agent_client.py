@@ -42,7 +42,8 @@ Start = Callable[[int], MessageProcess]
 """Starts the process of the agent worker with this number."""
 
 MAX_STARTS = 3
-"""How often a conversation is started: it may be the cause of the deaths."""
+"""How often a conversation is started: it may be the cause of the deaths. So many deaths in a row of workers that were not ready
+yet are a failure."""
 
 
 @dataclass(eq=False)
@@ -130,6 +131,7 @@ class AgentClient:
         self._failure: Exception | None = None
         self._is_closed = False
         self.num_replaced = 0
+        self._num_unready_deaths = 0  # in a row
         self._links = [self._link(number) for number in range(config.agent.num_workers)]
 
     def wait_ready(self) -> None:
@@ -227,7 +229,10 @@ class AgentClient:
         """The link has ended: start another worker in its place, unless that would not help, and let go of its conversations."""
         with self._changed:
             try:
-                if self._is_closed or not link.is_ready or not isinstance(error, WorkerDiedError):
+                if self._is_closed or not isinstance(error, WorkerDiedError):
+                    raise error
+                self._num_unready_deaths = 0 if link.is_ready else self._num_unready_deaths + 1
+                if self._num_unready_deaths >= MAX_STARTS:
                     raise error
                 logger.warning("%s; starting its %d conversations again", error, len(link.held))
                 self._links[self._links.index(link)] = self._link(self._links.index(link))

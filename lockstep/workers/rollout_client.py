@@ -145,12 +145,16 @@ class RolloutClient:
         """Serve again after a failure, which ended all requests; raises if the workers cannot."""
         await self._stop_pumps()
         await self._in_thread(self._parts[0], self._group.restart_generation)
+        self.forget_failure()
+        self._start_pumps()
+
+    def forget_failure(self) -> None:
+        """The workers are new: serve again at the next `resume`. Requests that were unfinished have failed."""
+        self.failure = None
         for part in self._parts:
             part.new.clear()
             part.aborted.clear()
             part.sent.clear()
-        self.failure = None
-        self._start_pumps()
 
     async def _stop_pumps(self) -> None:
         self._stopping = True

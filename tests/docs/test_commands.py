@@ -403,6 +403,7 @@ def test_templates_are_valid_shell() -> None:
             "large_models.md",
             "lora.md",
             "recipes.md",
+            "replay.md",
             "rollout.md",
             "servers.md",
         )

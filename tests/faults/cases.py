@@ -310,6 +310,9 @@ KINDS: dict[str, Kind] = {
     "Ray: killed worker, restarted": Kind(
         _kill_process("ray::WorkerHost"), configs=("ray",), more=("trainer.max_restarts=2",), weight=0.25
     ),
+    "Ray: killed worker of separate pools, replaced or restarted": Kind(
+        _kill_process("ray::WorkerHost"), configs=("split",), more=("trainer.max_restarts=2",), weight=0.25
+    ),
     "Ray: SIGTERM": Kind(_signal(signal.SIGTERM), configs=("ray",), codes=STOPPED, weight=0.25),
     "Ray: SIGTERM to all processes": Kind(_at_time(_signal_all), configs=("ray",), codes=(0, 1, 130), weight=0.25),
     "Ray: kill -9 of the driver": Kind(

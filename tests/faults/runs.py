@@ -51,6 +51,13 @@ SETTINGS = {
         "trainer.n_gpus_per_node=2",
         "trainer.val_before_train=false",
     ),
+    "split": (
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.rollout.n=2",
+        "trainer.n_gpus_per_node=2",
+        "trainer.placement=split",
+        "trainer.val_before_train=false",
+    ),
     "agents": (
         "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.rollout.n=2",
@@ -71,7 +78,15 @@ class TwoTurns(AgentLoop):
             await conversation.generate(stop_token_ids=range(259))
 """
 
-OWN_METRICS = ("time", "timing", "perf/", "training/restarts", "training/agent_workers_replaced")
+OWN_METRICS = (
+    "time",
+    "timing",
+    "perf/",
+    "training/restarts",
+    "training/agent_workers",
+    "training/rollout_repairs",
+    "weight_sync/",
+)
 """Metrics that each run has its own of."""
 
 REWARD = """\

@@ -174,10 +174,12 @@ FAULTS: list[tuple[str, dict[str, Column], dict[str, Any]]] = [
     ("memory", {"perf/max_memory_allocated_gb": constant(72.0)}, {}),  # GiB: 77.3 GB
     ("memory_beyond_plan", {"perf/max_memory_allocated_gb": constant(60.0)}, {"plan": PLAN | {"memory_gb": {"update": 50.0}}}),
     ("slow_phase", {"timing_s/gen": noisy(lambda t: 150, 2), "timing_s/step": noisy(lambda t: 200, 2)}, {}),
+    ("audit", {"audit/data_order": lambda step: 3.0, "audit/weights": lambda step: 0.0}, {}),
     ("run_failed", {}, {"status": RUNNING | {"state": "failed", "reason": "No space left on device"}}),
     ("run_stopped", {}, {"status": RUNNING | {"state": "stopped", "reason": "stopped by the user"}}),
     ("run_killed", {}, {"is_alive": False, "now": 1020.0}),
     ("no_sign_of_life", {}, {"now": 1100.0}),
+    ("stalled", {}, {"status": RUNNING | {"stuck": "no progress in 'rewards' for 700 s: the reward f has not answered"}}),
     ("restarts", {}, {"status": RUNNING | {"restarts": [{"time": 900.0, "step": 7, "cause": "rank 1 died"}, 3]}}),
     ("stalled", {}, {"status": RUNNING | {"phases": [[{"name": "generate", "began": 700.0}]]}}),
 ]  # fmt: skip

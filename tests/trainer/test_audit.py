@@ -58,6 +58,21 @@ def test_staleness_is_bounded(batch: DataProto) -> None:
         check_policy_version(Audits({}), batch, 2, max_staleness=4)
 
 
+def test_versions_of_tokens(batch: DataProto) -> None:
+    audits = Audits({"policy_version": "warn"})
+    versions = torch.full(batch.tensors["responses"].shape, 3)
+    versions[0, :4] = torch.tensor([2, -1, 2, 3])
+    batch.tensors["policy_versions"] = versions
+    check_policy_version(audits, batch, 3, max_staleness=1)
+    assert not audits.take_findings()
+    versions[0, 3] = 1
+    check_policy_version(audits, batch, 3, max_staleness=2)
+    assert audits.take_findings()["policy_version"].endswith("after those of a newer one: versions [2, 1, 3]")
+    versions[0, 3] = 4
+    check_policy_version(audits, batch, 3, max_staleness=2)
+    assert "versions [2, 3, 4], the trainer is at 3" in audits.take_findings()["policy_version"]
+
+
 def gap_of(batch: DataProto, bound: GapBound, gap: float, **options: bool) -> float:
     batch.tensors["rollout_log_probs"] = batch.tensors["old_log_probs"] + gap
     return rollout_gap(Audits({}), batch, bound, **options)["training/rollout_log_probs_gap"]

@@ -49,6 +49,26 @@ def test_dead_head_process(messages: list[bytes], code: int, monkeypatch: pytest
         ray_runner._wait("ref", console)
 
 
+def test_a_runner_that_was_stuck_and_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.single_controller.ray_backend import cluster
+
+    class RayError(Exception):
+        pass
+
+    def get(ref: str) -> None:
+        raise RayError
+
+    ended = SimpleNamespace(
+        wait=lambda refs, timeout: (refs, []), get=get, exceptions=SimpleNamespace(RayError=RayError)
+    )
+    monkeypatch.setattr(cluster, "ray", ended)
+    (tmp_path / "status.json").write_text('{"state": "failed", "reason": "no progress in rewards"}')
+    console: Any = Console([b"th"])
+    with pytest.raises(RunError, match="no progress in rewards") as raised:
+        ray_runner._wait("ref", console, folder=tmp_path)
+    assert raised.value.exit_code == 3
+
+
 def test_sigterm_while_ray_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's handler calls ours and sets an alarm; stopping its processes may take longer than that."""
     from lockstep.single_controller.ray_backend import cluster

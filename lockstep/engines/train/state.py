@@ -32,6 +32,7 @@ from lockstep.engines.train.loss_scale import LossScale
 from lockstep.engines.train.lr_schedule import go_to_step
 from lockstep.engines.train.shard_reader import METADATA, ShardReader, TensorPlanner, plain_errors
 from lockstep.utils.distributed import current_rank
+from lockstep.utils.progress import waiting
 from lockstep.utils.state_file import has_state, load_state, save_state
 
 
@@ -52,7 +53,7 @@ def load_shards(folder: Path, contents: Collection[str], model: nn.Module, optim
 def write_shards(folder: Path, state: dict[str, Any]) -> None:
     """Write the tensors of a state, DTensors by shards. Collective."""
     if state:
-        with plain_errors():
+        with plain_errors(), waiting("file", str(folder / "shards")):
             dcp.save(state, checkpoint_id=str(folder / "shards"), no_dist=not dist.is_initialized())
 
 
@@ -60,7 +61,7 @@ def read_shards(folder: Path, state: dict[str, Any]) -> None:
     """Fill the tensors of a state. Collective."""
     if state:
         reader = ShardReader(folder / "shards")
-        with plain_errors():
+        with plain_errors(), waiting("file", str(folder / "shards")):
             dcp.load(state, storage_reader=reader, planner=TensorPlanner(), no_dist=not dist.is_initialized())
 
 

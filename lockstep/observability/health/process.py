@@ -19,6 +19,8 @@ LONG_PHASE_S = 120.0
 """A phase that takes less is not called stalled."""
 NEAR_LIMIT = 0.93
 GIB = 2**30 / 1e9
+AUDIT = "audit/"
+"""Begin of the metrics of audits."""
 
 TIMERS = {phase: f"timing_s/{timer}" for timer, phase in PHASES.items()} | {
     "generate": "timing_s/gen",
@@ -118,6 +120,16 @@ def phase_is_stuck(run: RunView) -> Finding | None:
     """The phase of a living run takes far longer than ever before."""
     if state_of(run) != "running":
         return None
+    if verdict := (run.status or {}).get("stuck"):
+        return Finding(
+            "stalled",
+            "bad",
+            "The run is stuck",
+            f"The watchdog says: {str(verdict)[:1000]}.",
+            "The newest file in hangs/ of the run's folder has the stacks of all processes. trainer.on_hang=stop or restart ends "
+            "such a run by itself.",
+            "watchdog.md",
+        )
     threads = phases_of(run.status)
     validates = any(phase["name"] == "validation" for own in threads for phase in own)
     for own in threads:
@@ -142,7 +154,7 @@ def phase_is_stuck(run: RunView) -> Finding | None:
                     "Look at the log, at the workers (`ray status`, nvidia-smi) and, for rewards and tools, at the services "
                     "that they call. "
                     "`py-spy dump --pid PID` shows where a process is. trainer.max_restarts restarts dead workers.",
-                    "reliability.md",
+                    "watchdog.md",
                     (TIMERS[phase["name"]],),
                 )
     return None
@@ -241,6 +253,28 @@ def phase_is_slow(run: RunView) -> Finding | None:
     )
 
 
+def audit_found(run: RunView) -> Finding | None:
+    """An audit at level `warn` found something; one at `stop` ends the run."""
+    found = {name: run.series(name) for name in run.names if name.startswith(AUDIT)}
+    found = {name: series for name, series in found.items() if series.values and series.values[-1] > 0}
+    if not found:
+        return None
+    counts = ", ".join(
+        f"{name.removeprefix(AUDIT)} in {show(series.values[-1])}" for name, series in sorted(found.items())
+    )
+    first = min(series.steps[0] for series in found.values())
+    return Finding(
+        "audit",
+        "warning",
+        f"{'An audit' if len(found) == 1 else f'{len(found)} audits'} found something",
+        f"Steps in which audits found something: {counts}; the first is step {first}.",
+        "The log has each message. The batches are in the folder audits of the run: `lockstep replay` computes them again.",
+        "audits.md",
+        tuple(sorted(found)),
+        (first, max(series.steps[-1] for series in found.values())),
+    )
+
+
 def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
@@ -253,4 +287,5 @@ RULES: tuple[Callable[[RunView], Finding | None], ...] = (
     was_restarted,
     memory_is_short,
     phase_is_slow,
+    audit_found,
 )

@@ -28,6 +28,11 @@ def report_text(stuck: Stuck, found: Sequence[Culprit], processes: Sequence[Seen
         _section("Memory of this machine", _memory()),
         _section("Last spans", _spans(processes)),
         *(_section(f"Stacks of {process.who}", _stacks(process)) for process in processes),
+        *(
+            _section(f"Stacks of {name}", text.splitlines() or ["It gave none."])
+            for process in processes
+            for name, text in process.dump.awaited.items()
+        ),
     ]
     return "\n".join(part for part in parts if part) + "\n"
 

@@ -60,6 +60,7 @@ class Dump:
     answers:    False if it did not send them itself.
     is_stopped: by a signal.
     native:     py-spy's output, if py-spy is installed.
+    awaited:    stacks of processes that it waits for and that do not report, as faulthandler writes them, by the name of the wait.
     """
 
     stacks: list[Stack] = field(default_factory=list)
@@ -67,6 +68,7 @@ class Dump:
     answers: bool = True
     is_stopped: bool = False
     native: str = ""
+    awaited: dict[str, str] = field(default_factory=dict)
 
 
 class Reporters:
@@ -94,6 +96,12 @@ class Reporters:
     def all(self) -> list[Reporter]:
         """The processes that report, by role and rank."""
         return sorted(self._reporters.copy().values(), key=lambda r: (r.state.role, r.state.rank, r.state.pid))
+
+    def forget_ended(self) -> None:
+        """Drop processes of this machine that are gone although a child of theirs holds the connection."""
+        for reporter in self.all():
+            if reporter.is_here and not heartbeat.is_alive(reporter.state.pid):
+                self._reporters.pop((reporter.state.host, reporter.state.pid), None)
 
     def forgive(self, seconds: float) -> None:
         """This process was stopped for as long: silence during that time does not count."""
@@ -133,7 +141,8 @@ class Reporters:
             answer = self._signalled(reporter)
         stacks = [Stack.from_json(stack) for stack in answer.get("stacks", [])]
         native = py_spy(reporter.state.pid) if reporter.is_here else ""
-        found[reporter] = Dump(stacks, answer.get("spans", []), answers, bool(answer.get("is_stopped")), native)
+        is_stopped, awaited = bool(answer.get("is_stopped")), answer.get("awaited", {})
+        found[reporter] = Dump(stacks, answer.get("spans", []), answers, is_stopped, native, awaited)
 
     def _signalled(self, reporter: Reporter) -> dict[str, Any]:
         """By a signal to the process: of this one, or of a peer on its machine."""

@@ -15,14 +15,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.observability.watchdog.reporters import Dump
-from lockstep.utils.heartbeat import CONTROLLER, Frame, PhaseState, ProcessState, Stack, WaitState
+from lockstep.utils.heartbeat import CONTROLLER, STOPPED, Frame, PhaseState, ProcessState, Stack, WaitState
 from lockstep.utils.timing import PHASES
 
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/", "/megatron/core/tensor_parallel/mappings.py")
 """Files whose functions wait for other ranks."""
 COLLECTIVE_DEPTH = 6
 """Innermost frames in which such a file means that the thread waits: below it there are only torch's operators."""
-WORKER_PHASES = frozenset({*PHASES.values(), "reward model", "load models", "load the model"}) - {"advantages"}
+WORKER_PHASES = frozenset({*PHASES.values(), "reward model", "load models", "load the model"}) - {
+    "advantages",
+    "write rollouts",
+}
 """Phases in which the controller waits for calls of workers."""
 PASSIVE = ("worker", "queue")
 """Kinds of waits for another process or thread of the run, which is the one to blame."""
@@ -95,7 +98,9 @@ def culprits(stuck: Stuck, processes: Sequence[Seen]) -> list[Culprit]:
         return [Culprit(process.who, _doing(process), process) for process in awaited]
     if busy:
         return [Culprit(process.who, _doing(process), process) for process in busy]
-    stack = next((s for s in controller.dump.stacks if s.ident == stuck.thread), None)
+    stack = _awaited_thread(controller, stuck) or next(
+        (s for s in controller.dump.stacks if s.ident == stuck.thread), None
+    )
     return [Culprit(controller.who, _doing(controller, stack), controller)]
 
 
@@ -144,13 +149,23 @@ def _waits(process: Seen, stuck: Stuck, own: bool = False) -> list[Culprit]:
 def _since(wait: WaitState, process: Seen) -> str:
     seconds = process.state.now - wait.began
     verb = {"file": "been written or read", "data loader": "given no batch"}.get(wait.kind, "not answered")
-    return f"{verb} for {seconds:.0f} s, says {process.who}"
+    stopped = (
+        ": its process is stopped (SIGSTOP, or a debugger)" if process.dump.awaited.get(wait.name) == STOPPED else ""
+    )
+    return f"{verb} for {seconds:.0f} s{stopped}, says {process.who}"
 
 
 def _awaited(controller: Seen, workers: Sequence[Seen]) -> list[Seen]:
     """Processes that the controller waits for by name, such as "agent worker 1 of 4"."""
     names = {wait.name.partition(" of ")[0] for wait in controller.state.waits if wait.kind == "worker"}
     return [process for process in workers if f"{process.state.role} {process.state.rank}" in names]
+
+
+def _awaited_thread(controller: Seen, stuck: Stuck) -> Stack | None:
+    """The thread that the stuck one waits for by name, such as "rollout thread, take"; None if it is idle."""
+    waits = [wait for wait in controller.state.waits if wait.kind == "queue" and wait.thread == stuck.thread]
+    names = [wait.name.partition(" thread")[0] for wait in waits]
+    return next((s for s in controller.dump.stacks if s.thread in names and any(map(is_own_code, s.frames))), None)
 
 
 def _silence(process: Seen) -> str:

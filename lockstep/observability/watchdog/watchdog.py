@@ -13,7 +13,7 @@ import logging
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,8 @@ from lockstep.observability.watchdog.reporters import Dump, Reporters, py_spy
 from lockstep.observability.watchdog.slow import SlowWaits
 from lockstep.observability.watchdog.verdict import PASSIVE, Culprit, Seen, Stuck, culprits, sentence
 from lockstep.utils import heartbeat, spans
-from lockstep.utils.heartbeat import CONTROLLER, PhaseState, ProcessState
-from lockstep.utils.progress import by_thread
+from lockstep.utils.heartbeat import CONTROLLER, PhaseState, ProcessState, WaitState
+from lockstep.utils.progress import by_thread, completed
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,12 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * WRITE_TIMEOUT_S)
         self.reporters.__exit__(*exc)
+        unknown = self.config.deadlines_s.keys() - {*completed(), HEARTBEAT, BETWEEN}
+        if unknown and exc[:1] == (None,):
+            names = ", ".join(sorted(unknown))
+            logger.warning(
+                "trainer.watchdog.deadlines_s: the run had no phase %s; it had %s", names, ", ".join(completed())
+            )
 
     def status(self) -> dict[str, Any]:
         """For `status.json`: all processes that report, and the verdict if the run is stuck."""
@@ -148,8 +154,7 @@ class Watchdog:
         moves = (own.num_moves, *(_sign(reporter.state) for reporter in workers))
         for line in self._slow.look([own, *(reporter.state for reporter in workers)], now):
             _bounded(partial(logger.warning, "%s", line))
-        waits = frozenset((w.kind, w.name, w.began) for w in own.waits if w.kind not in PASSIVE)
-        self._note(moves, waits, now)
+        self._note(moves, own.waits, now)
         stuck = [
             (thread, found) for number, thread in self._threads.items() if (found := self._judge(number, thread, now))
         ]
@@ -159,7 +164,7 @@ class Watchdog:
             _bounded(lambda: logger.warning("the run goes on, after it was stuck: %s", self.stuck))
             self.stuck = None
 
-    def _note(self, moves: Hashable, waits: Hashable, now: float) -> None:
+    def _note(self, moves: Hashable, waits: Sequence[WaitState], now: float) -> None:
         threads = {
             number: [PhaseState(p.name, p.began, p.done, p.total, p.unit) for p in phases]
             for number, phases in by_thread().items()
@@ -168,7 +173,9 @@ class Watchdog:
         for gone in self._threads.keys() - threads.keys():
             del self._threads[gone]
         for number, phases in threads.items():
-            sign = tuple((phase.name, phase.began, phase.done) for phase in phases), waits
+            sign: tuple[Hashable, ...] = tuple((phase.name, phase.began, phase.done) for phase in phases)
+            # others may write files all the time, such as copies of checkpoints
+            sign += (_waits_of([w for w in waits if w.kind != "file" or w.thread == number]),)
             if not phases or phases[-1].name not in OWN_PHASES:
                 sign += (moves,)
             before = self._threads.get(number)
@@ -221,8 +228,10 @@ class Watchdog:
 
     def _seen(self) -> list[Seen]:
         """All processes with their stacks; this one first."""
+        self.reporters.forget_ended()
         own = heartbeat.process_state(self.role)
-        dump = Dump(heartbeat.stacks(), [list(span) for span in spans.recent_spans()], native=py_spy(own.pid))
+        recent = [list(span) for span in spans.recent_spans()]
+        dump = Dump(heartbeat.stacks(), recent, native=py_spy(own.pid), awaited=heartbeat.awaited_stacks())
         dumps = self.reporters.dumps(SILENT_S)
         now = time.monotonic()
         return [Seen(own, 0.0, dump)] + [
@@ -248,8 +257,12 @@ class Watchdog:
 def _sign(state: ProcessState) -> Hashable:
     """What changes when a process makes progress."""
     phases = tuple((p.name, p.began, p.done) for own in state.phases for p in own)
-    waits = frozenset((w.kind, w.name, w.began) for w in state.waits if w.kind not in PASSIVE)
+    waits = _waits_of([wait for wait in state.waits if wait.kind != "file"])
     return state.pid, phases, waits, tuple(state.calls), state.num_moves
+
+
+def _waits_of(waits: Sequence[WaitState]) -> Hashable:
+    return frozenset((wait.kind, wait.name, wait.began) for wait in waits if wait.kind not in PASSIVE)
 
 
 def _bounded(function: Callable[[], object]) -> None:

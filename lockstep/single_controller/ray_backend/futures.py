@@ -100,13 +100,17 @@ class RayFuture(Future):
 
 
 class LivenessProbe:
-    """Pings one actor. A busy actor answers late; the open ping fails as soon as the actor is dead."""
+    """Pings one actor. A busy actor answers late; the open ping fails as soon as the actor is dead.
+
+    is_tolerated: its death does not concern calls on others.
+    """
 
     def __init__(self, handle: Any, site: Callable[[], str]) -> None:
         self._handle = handle
         self._site = site
         self._ping: RayFuture | None = None
         self.session = session()
+        self.is_tolerated = False
 
     def check(self) -> bool:
         """Whether the actor has answered; raises WorkerDiedError if it is known to be dead."""
@@ -127,7 +131,8 @@ def raise_deaths() -> None:
     """Raise WorkerDiedError if any worker process has died, even if no call waits for it."""
     PROBES.difference_update([probe for probe in PROBES if probe.session != session()])
     for probe in list(PROBES):
-        probe.check()
+        if not probe.is_tolerated:
+            probe.check()
 
 
 def _raise_death_among(futures: list[RayFuture], error: Exception) -> None:

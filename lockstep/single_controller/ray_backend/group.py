@@ -22,7 +22,13 @@ from lockstep.single_controller.dispatch import (
 )
 from lockstep.single_controller.futures import FutureList
 from lockstep.single_controller.ray_backend.cluster import ray, session
-from lockstep.single_controller.ray_backend.futures import PROBES, LivenessProbe, RayFuture
+from lockstep.single_controller.ray_backend.futures import (
+    DEATH_ERRORS,
+    DEATH_NOTICE_S,
+    PROBES,
+    LivenessProbe,
+    RayFuture,
+)
 from lockstep.single_controller.ray_backend.host import ProcessInfo
 from lockstep.single_controller.ray_backend.pool import RayResourcePool
 from lockstep.single_controller.ray_backend.reservation import StartedProcesses, start_host
@@ -36,6 +42,9 @@ JOINING = (collect_dp_compute_data_proto, collect_nd_compute_dataproto)
 
 SMALL = (type(None), bool, int, float, str, ray.ObjectRef, DataProtoFuture)
 """Types of arguments that are cheaper to send than to store, or are stored already."""
+
+RESTART_WAIT_S = 60.0
+"""How long `restart` waits for machines."""
 
 SHUTDOWN_TIMEOUT_S = 5.0
 """How long `shutdown` waits for processes to exit."""
@@ -76,6 +85,11 @@ class Processes:
             LivenessProbe(handle, functools.partial(site, rank)) for rank, handle in enumerate(self.handles)
         ]
         PROBES.update(self._probes)
+
+    def tolerate_deaths(self) -> None:
+        """Calls on other processes do not fail if one of these dies."""
+        for probe in self._probes:
+            probe.is_tolerated = True
 
     def shutdown(self) -> None:
         """Stop the processes and wait until they have exited; a second call is a no-op."""
@@ -300,6 +314,32 @@ class RayWorkerGroup(WorkerGroup):
         for group in groups.values():
             group._processes = self._processes
         return groups
+
+    def dead_ranks(self) -> list[int]:
+        pings = [handle.place.remote() for handle in self._processes.handles]
+        ready = set(ray.wait(pings, num_returns=len(pings), timeout=DEATH_NOTICE_S)[0]) if pings else set()
+        dead = []
+        for rank, ping in enumerate(pings):
+            try:
+                if ping in ready:
+                    ray.get(ping)
+            except DEATH_ERRORS:
+                dead.append(rank)
+        return dead
+
+    def tolerate_deaths(self) -> None:
+        self._processes.tolerate_deaths()
+
+    def restart(self) -> None:
+        """See `WorkerGroup.restart`; waits for a machine that replaces a lost one."""
+        processes, pool = self._processes, self.resource_pool
+        processes.shutdown()
+        if isinstance(pool, RayResourcePool):
+            pool.wait_s, pool.wait_for_machines = RESTART_WAIT_S, True
+        handles = self._start_workers()
+        vars(processes).update(vars(self._processes))
+        self._processes = processes  # which spawned groups have too
+        self.workers[:] = handles
 
     def shutdown(self) -> None:
         """Stop the workers, including those of groups spawned from this one."""

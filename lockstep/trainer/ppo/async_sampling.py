@@ -44,6 +44,10 @@ class AsyncSampling(Sampling):
         self.sampler = GroupSampler(config, client, rm_wg, reward_fn, pad_token_id, agents)
         self._in_order = config.actor_rollout_ref.rollout.over_sample_rate == 0
 
+    def forget_failures(self) -> None:
+        super().forget_failures()
+        self.sampler.client.forget_failure()
+
     def collect(
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
     ) -> tuple[DataProto, dict[str, float]]:

@@ -56,10 +56,11 @@ class IdleSteps:
 
     def note(self, batch: DataProto) -> None:
         advantages, mask = entries(batch.tensors, "advantages", "response_mask")
-        values = advantages[mask.bool()]
-        is_zero = not bool(values.any())
-        # the mean of a group is subtracted, so that equal advantages of several rows are no result of any estimator but by accident
-        is_equal = not is_zero and len(batch) > 1 and bool((values == values[0]).all())
+        is_token = mask.bool()
+        lowest = float(advantages.masked_fill(~is_token, torch.inf).min())
+        highest = float(advantages.masked_fill(~is_token, -torch.inf).max())
+        is_zero = lowest == highest == 0 or lowest > highest  # without a token
+        is_equal = not is_zero and lowest == highest and len(batch) > 1
         self.num_zero = self.num_zero + 1 if is_zero else 0
         self.num_equal = self.num_equal + 1 if is_equal else 0
         if is_zero:
@@ -71,7 +72,7 @@ class IdleSteps:
         elif is_equal:
             self.audits.found(
                 "advantages",
-                f"every advantage is {float(values[0]):.4g} for {self.num_equal} step(s): good and bad responses are trained "
+                f"every advantage is {lowest:.4g} for {self.num_equal} step(s): good and bad responses are trained "
                 "alike. Is the score constant, or is its baseline missing (algorithm.adv_estimator, rollout.n)?",
             )
 
@@ -226,13 +227,13 @@ def is_gap_expected(config: PPOConfig) -> bool:
 
 def check_policy_version(audits: Audits, batch: DataProto, current: int, max_staleness: int = 0) -> None:
     """Whether the current policy sampled every token, or one at most `max_staleness` updates older, and none after a newer one."""
-    versions = set(batch.tensors["policy_version"].tolist())
+    versions = set(batch.tensors["policy_version"].tolist()) - {NOT_SAMPLED}
     falls = None
     if "policy_versions" in batch.tensors:
         (of_tokens,) = entries(batch.tensors, "policy_versions")
-        versions |= set(of_tokens.unique().tolist())
-        falls = next((row for part in row_chunks(batch.tensors) if (row := _first_fall(part)) is not None), None)
-    versions -= {NOT_SAMPLED}
+        if not bool(((of_tokens == NOT_SAMPLED) | (of_tokens == current)).all()):
+            versions |= set(of_tokens.unique().tolist()) - {NOT_SAMPLED}
+            falls = next((row for part in row_chunks(batch.tensors) if (row := _first_fall(part)) is not None), None)
     if not all(current - max_staleness <= version <= current for version in versions):
         allowed = f"; at most {max_staleness} updates earlier are allowed" if max_staleness else ""
         audits.found(

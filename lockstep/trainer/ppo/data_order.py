@@ -79,9 +79,10 @@ class DrawnPrompts:
             return
         if not least <= self._num_lost <= most:
             examples = ", ".join(list(lost)[:3])
+            num_lost, self._num_lost = self._num_lost, most  # so that it is told once
             audits.found(
                 "data_order",
-                f"{self._num_lost} prompts were drawn and neither trained on nor kept, but {most} were dropped on purpose"
+                f"{num_lost} prompts were drawn and neither trained on nor kept, but {most} were dropped on purpose"
                 + (f"; rows {examples}" if examples else ""),
             )
 

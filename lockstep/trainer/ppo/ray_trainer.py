@@ -39,6 +39,7 @@ from lockstep.trainer.ppo.metrics import (
     compute_timing_metrics,
 )
 from lockstep.trainer.ppo.reward_probe import RewardProbe
+from lockstep.trainer.ppo.rollout_repair import RolloutRepair
 from lockstep.trainer.ppo.rollout_sources import create_source
 from lockstep.trainer.ppo.round_trip import RoundTrip
 from lockstep.trainer.ppo.run_summary import log_summary
@@ -131,6 +132,7 @@ class PPOTrainer:
         self.profiler = StepProfiler(config, roles, self.total_training_steps, workers.device)
         self.on_step: OnStep | None = None
         self.observer = StepObserver()
+        self._stop_line: step_stop.StopLine | None = None
         self.untested: dict[str, Any] | None = None
         """Metrics of the checkpoint's step, if there was no time for its validation; they are not tracked yet."""
 
@@ -293,7 +295,9 @@ class PPOTrainer:
         samples = forks.conversations(batch)
         agents = self.workers.agent_workers
         replaced = agents.num_replaced if agents is not None else 0
-        return ({"training/agent_workers_replaced": replaced} if replaced else {}) | {
+        self.repair.step_is_complete()
+        counts = {"training/agent_workers_replaced": replaced, "training/rollout_repairs": self.repair.count}
+        return {name: count for name, count in counts.items() if count} | {
             "training/global_step": self.global_steps,
             "training/epoch": self.epoch,
             **extra_metrics(samples),
@@ -329,18 +333,21 @@ class PPOTrainer:
         return metrics
 
     def _validate(self) -> dict[str, float]:
-        assert self.val_reward_fn is not None
         with phase("validation"), self.source.idle():
-            return validate(
-                self.config,
-                self.sampling,
-                self.val_reward_fn,
-                self.val_dataset,
-                self.collate_fn,
-                self.tokenizer,
-                self.run.tracking,
-                self.global_steps,
-            )
+            return self.source.repairing(self._validate_now)
+
+    def _validate_now(self) -> dict[str, float]:
+        assert self.val_reward_fn is not None
+        return validate(
+            self.config,
+            self.sampling,
+            self.val_reward_fn,
+            self.val_dataset,
+            self.collate_fn,
+            self.tokenizer,
+            self.run.tracking,
+            self.global_steps,
+        )
 
     def _log(self, metrics: dict[str, Any], interrupt: Interrupt) -> None:
         self.run.log(metrics, self.global_steps)
@@ -376,7 +383,13 @@ class PPOTrainer:
         self.sampling = self._sampling(workers.responder(self.tokenizer.pad_token_id, num_samples))
         self.weight_sync = create_weight_sync(self.config, workers, self.audits)
         self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
+        self.source.repair = self.repair = RolloutRepair(workers, self.weight_sync, self._rollout_is_repaired)
         workers.wait_ready()
+
+    def _rollout_is_repaired(self) -> None:
+        self.sampling.forget_failures()
+        if self._stop_line is not None:
+            self.rollout_wg.listen_for_stop(self._stop_line.address)
 
     def _sampling(self, rollout: Any) -> Sampling:
         return create_sampling(self.config, rollout, self.rm_wg, self.reward_fn, self.tokenizer.pad_token_id)
@@ -419,7 +432,7 @@ class PPOTrainer:
             return
         from lockstep.single_controller.ray_backend.cluster import own_address
 
-        line = step_stop.StopLine(own_address())
+        self._stop_line = line = step_stop.StopLine(own_address())
         self.run.callback(line.close)
         self.rollout_wg.listen_for_stop(line.address)
 

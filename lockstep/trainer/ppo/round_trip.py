@@ -57,7 +57,8 @@ class RoundTrip:
     def check(self, audits: Audits, batch: DataProto, step: int) -> None:
         """The scored samples of a step, one row per conversation."""
         numbers = sorted(random.Random(step).sample(range(len(batch)), min(NUM_ROWS, len(batch))))
-        rows = batch.select_idxs(numbers)
+        names = ["prompts", "responses", "attention_mask", "response_mask"]
+        rows = batch.select(names).select_idxs(numbers)
         prompts, responses = (token_rows(rows.tensors, name) for name in ("prompts", "responses"))
         masks = read(rows.tensors, "response_mask").bool()
         for number, row in enumerate(numbers):

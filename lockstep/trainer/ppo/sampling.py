@@ -80,6 +80,11 @@ class Sampling:
                 batch.tensors["reward_baselines"] = self.greedy_baselines(prompts, step=step, draw=draw)
         return batch
 
+    def forget_failures(self) -> None:
+        """The rollout was repaired."""
+        if isinstance(self.rollout_wg, AgentRollout):
+            self.rollout_wg.client.forget_failure()
+
     def generate(self, prompts: DataProto, *, n: int, step: int, draw: int = 0, greedy: bool = False) -> DataProto:
         """`n` responses per prompt; see `training_rows`."""
         rows = training_rows(self.config, prompts, n=n, step=step, draw=draw, greedy=greedy)

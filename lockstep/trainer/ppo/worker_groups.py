@@ -71,6 +71,8 @@ class WorkerGroups:
         self.agent_workers: AgentClient | None = None
         self.groups: dict[str, WorkerGroup] = {}
         self.processes: list[WorkerGroup] = []
+        self._rollout_processes: WorkerGroup | None = None
+        """Those of the rollout, if it has a pool of its own."""
 
     @property
     def count(self) -> int:
@@ -89,6 +91,9 @@ class WorkerGroups:
             colocated = self.group_class(pool, create_colocated_worker_cls(classes))
             self.processes.append(colocated)
             self.groups |= colocated.spawn(prefix_set=classes.keys())
+            if list(classes) == [str(Role.Rollout)]:
+                self._rollout_processes = colocated
+                colocated.tolerate_deaths()
         fetch_on_workers(config, self.groups.values())
         for group in self.groups.values():
             group.init_model()
@@ -102,6 +107,23 @@ class WorkerGroups:
         """Wait for the agent workers, which load while models do."""
         if self.agent_workers is not None:
             self.agent_workers.wait_ready()
+
+    def only_rollout_died(self) -> bool:
+        """Whether the rollout has its own processes, one of which has died, and no other has."""
+        own = self._rollout_processes
+        if own is None or not own.dead_ranks():
+            return False
+        return not any(group.dead_ranks() for group in self.processes if group is not own)
+
+    def restart_rollout(self) -> None:
+        """Start the rollout's own processes again and load its model; ValueError if there is no machine for them."""
+        assert self._rollout_processes is not None
+        self._rollout_processes.restart()
+        self._rollout_processes.tolerate_deaths()
+        group: Any = self.groups[str(Role.Rollout)]
+        if hasattr(group, "fetch_model"):
+            group.fetch_model()
+        group.init_model()
 
     def close(self) -> None:
         """Shut down the workers."""

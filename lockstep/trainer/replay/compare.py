@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 LEFT_OUT = (
     *("step", "time", "timing", "perf/", "checkpoint/", "weight_sync/send_s", "weight_sync/canary_s", "audit/"),
     *("async/trainer_wait_share", "async/rollout_wait_share", "async/queue_length", "async/running_groups"),
-    *("async/stale_groups", "async/filtered_groups"),
+    *("async/stale_groups", "async/filtered_groups", "training/restarts", "training/agent_workers_replaced"),
 )
 """Beginnings of the metrics that are not compared: timings, memory, throughput, and counts since a process began."""
 OF_ROLLOUT_LOG_PROBS = (
@@ -101,7 +101,9 @@ def _close(old: Any, new: Any) -> bool:
 def first_different_steps(old: Mapping[int, Mapping[str, Any]], new: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
     """The training steps that both logs have and whose metrics differ, first to last."""
     for step in sorted(old.keys() & new.keys()):
-        if step > 0 and any(change.verdict != "equal" for change in compare_metrics(old[step], new[step])):
+        is_agent = "num_turns/mean" in old[step]
+        changes = compare_metrics(old[step], new[step], is_agent=is_agent)
+        if step > 0 and any(change.verdict == "differs" for change in changes):
             yield step
 
 
@@ -122,16 +124,17 @@ def compare_dumps(old: Path, new: Path, *, is_agent: bool = False) -> list[DumpD
     if token_path(old).is_file() and token_path(new).is_file():
         import pyarrow.parquet as parquet
 
-        tables = [parquet.read_table(token_path(file)).to_pylist() for file in (old, new)]
+        before, after = (parquet.read_table(token_path(file)).to_pylist() for file in (old, new))
         rounds = {"rollout_log_probs"} if is_agent else set()
-        found.append(_rows_that_differ(token_path(old), *tables, rounds))
+        found.append(_rows_that_differ(token_path(old), before, after, rounds))
     return [difference for difference in found if difference is not None]
 
 
 def _rows_that_differ(
     file: Path, old: list[dict[str, Any]], new: list[dict[str, Any]], left_out: set[str]
 ) -> DumpDifference | None:
-    rows, columns = [], {}
+    rows: list[int] = []
+    columns: dict[str, None] = {}
     for number in range(max(len(old), len(new))):
         before = old[number] if number < len(old) else {}
         after = new[number] if number < len(new) else {}

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from lockstep.config.errors import show
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.schema import get_in, to_plain
+from lockstep.config.schema import leaves, to_plain
 from lockstep.observability.compare import different_settings, read_config
 from lockstep.observability.console import LogHandler
 from lockstep.observability.rollout_files import dumps_of_run
@@ -99,6 +99,7 @@ def _replay_and_check(options: argparse.Namespace) -> int:
         metrics = replay(to_replay, folder, local=local)
         recording = read_recording(folder)
         left_out = ("training/epoch",) if to_replay.journal is not None else ()  # how far the data was drawn ahead
+        left_out += ("global_seqlen/",) if local else ()  # tokens per rank
         changes = compare_metrics(
             *(run.metrics[to_replay.step], metrics), is_agent=recording.is_agent, rounds=bool(local), left_out=left_out
         )
@@ -136,10 +137,9 @@ def _replay_with_changes(options: argparse.Namespace) -> int:
         old, new = read_recording(folder / "old"), read_recording(folder / "new")
     metrics = compare_metrics(old_metrics, new_metrics, is_agent=old.is_agent)
     tensors = list(tensor_changes(old, new))
-    before, after = to_plain(as_it_was.config), to_plain(changed.config)
-    names = [word.partition("=")[0].lstrip("+~") for word in options.set]
-    for name in names:
-        report.say(f"{name}: {show(get_in(before, name, '-'))} -> {show(get_in(after, name, '-'))}")
+    before, after = (dict(leaves(to_plain(found.config))) for found in (as_it_was, changed))
+    for name in [name for name in {**before, **after} if before.get(name) != after.get(name)]:
+        report.say(f"{name}: {show(before.get(name, '-'))} -> {show(after.get(name, '-'))}")
     report.say(f"step {as_it_was.step}: {report.metrics_line(metrics)}")
     most = None if options.all else report.SHOWN_METRICS
     report.show_metrics(metrics, ("as recorded", "changed"), most=most)
@@ -210,7 +210,7 @@ def _replay_dump(options: argparse.Namespace) -> int:
         except RunError as error:
             if not isinstance(error.__cause__, AuditError) and f"audit {info.audit}" not in str(error):
                 raise
-            report.say(f"found again: {error}")
+            report.say(f"found again: {str(error).partition('; the step')[0]}")
             return 1
         findings = read_recording(folder).findings
     report.show_findings(findings)
@@ -225,10 +225,11 @@ def _found(run: SourceRun, step: int) -> StepToReplay:
         return found
     found = replace(found, journal=_journal_of(found, step))
     if found.journal is None:
+        journal = "rollout_journal/ has the samples of steps after the last checkpoint. " if "async_mode" in why else ""
         raise wrong(
             f"--step {step}: {run.folder} was trained with {why}: which samples a step trains on depends on timing, and not all "
-            f"those of steps {found.begin + 1} to {step} are kept. rollout_journal/ has the samples of steps after the last "
-            "checkpoint, and a batch that an audit has kept can be replayed: lockstep replay RUN/audits/step_N_NAME"
+            f"those of steps {found.begin + 1} to {step} are kept. {journal}A batch that an audit has kept can be replayed: "
+            "lockstep replay RUN/audits/step_N_NAME"
         )
     return found
 

@@ -3,6 +3,7 @@
 step ─► `Recorder.updating`: the workers' engines record ─► update ─► `Recorder.updated`: batch and records ─► recording
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,52 +28,66 @@ from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
 
 
-class RecordedEngine:
-    """A training engine that also records its updates, between `begin` and `end`."""
+class UpdateRecorder:
+    """Records the updates of a training engine from now on, by methods in the place of the engine's. For the last step of a run."""
 
     def __init__(self, engine: TrainEngine) -> None:
         self._engine = engine
-        self._updates: list[Update] | None = None
+        self._updates: list[Update] = []
         self._losses: list[Tensor] = []
         self._outputs: list[Tensor] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def begin(self) -> None:
-        self._updates = []
+        self._forward_backward = engine.forward_backward
+        self._optimizer_step = engine.optimizer_step
+        engine.forward_backward = self.forward_backward  # type: ignore[method-assign]
+        engine.optimizer_step = self.optimizer_step  # type: ignore[method-assign]
 
     def end(self) -> ModelRecord:
-        assert self._updates is not None, "begin comes first"
         self._engine.onload(optimizer=True)
         record = ModelRecord(self._updates, _weights(self._engine))
         self._engine.offload()
-        self._updates = None
         return record
 
     def forward_backward(
         self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object
     ) -> dict[str, float]:
-        if self._updates is None:
-            return self._engine.forward_backward(batch, loss_fn, micro, **options)
+        return self._forward_backward(batch, _RecordedLoss(loss_fn, self), micro, **options)
+
+    def clear(self) -> None:
+        """A mini-batch begins."""
         self._losses, self._outputs = [], []
 
-        def recorded(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, metrics = loss_fn(outputs, rows)
-            self._losses.append(loss.detach().cpu())
-            values = next((outputs[name] for name in ("log_probs", "values") if name in outputs), None)
-            if values is not None:
-                self._outputs.append(values.detach()[rows["response_mask"].bool()].float().cpu())
-            return loss, metrics
-
-        return self._engine.forward_backward(batch, recorded, micro, **options)
+    def add(self, loss: Tensor, outputs: Tensor) -> None:
+        """Those of a micro-batch."""
+        self._losses.append(loss)
+        self._outputs.append(outputs)
 
     def optimizer_step(self) -> float:
-        if self._updates is not None:
-            losses = [float(loss) for loss in self._losses]
-            outputs = torch.cat(self._outputs) if self._outputs else torch.empty(0)
-            self._updates.append(Update(losses, outputs, _gradients(self._engine)))
-        return self._engine.optimizer_step()
+        losses = [float(loss) for loss in self._losses]
+        outputs = torch.cat(self._outputs) if self._outputs else torch.empty(0)
+        self._updates.append(Update(losses, outputs, _gradients(self._engine)))
+        return self._optimizer_step()
+
+
+class _RecordedLoss:
+    """A loss function whose results are recorded."""
+
+    def __init__(self, loss_fn: LossFn, recorder: UpdateRecorder) -> None:
+        self._loss_fn = loss_fn
+        self._recorder = recorder
+        recorder.clear()
+
+    def __call__(self, outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = self._loss_fn(outputs, rows)
+        values = next((outputs[name] for name in ("log_probs", "values") if name in outputs), torch.empty(0, 0))
+        if values.numel():
+            values = values.detach()[rows["response_mask"].bool()]
+        self._recorder.add(loss.detach().cpu(), values.float().flatten().cpu())
+        return loss, metrics
+
+    def restart(self) -> None:
+        """The mini-batch is computed again, in smaller micro-batches."""
+        self._recorder.clear()
+        getattr(self._loss_fn, "restart", lambda: None)()
 
 
 def _gradients(engine: TrainEngine) -> dict[str, Digest]:
@@ -81,20 +96,22 @@ def _gradients(engine: TrainEngine) -> dict[str, Digest]:
     if not isinstance(model, nn.Module):
         return {}
     computing = compute if isinstance(compute, nn.Module) else model
+    name_of: Callable[[str], str] = getattr(model, "hf_name", str)
     found = {}
     for (name, master), parameter in zip(model.named_parameters(), computing.parameters()):
         gradient = master.grad if master.grad is not None else parameter.grad
         if gradient is not None:
-            found[name] = _digest(gradient)
+            found[name_of(name)] = _digest(gradient)
     return found
 
 
 def _weights(engine: TrainEngine) -> dict[str, Digest]:
     """This rank's trained weights; of an engine whose shards are not parameters of its model, whole."""
     model = getattr(engine, "model", None)
-    trained = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-    own = {name: p for name, p in trained.items() if p.requires_grad and p.numel() and not p.is_meta}
-    return {name: _digest(weight) for name, weight in (own or dict(engine.weights(trained=True))).items()}
+    named = list(model.named_parameters()) if isinstance(model, nn.Module) else []
+    name_of: Callable[[str], str] = getattr(model, "hf_name", str)
+    own = [(name_of(name), p) for name, p in named if p.requires_grad and p.numel() and not p.is_meta]
+    return {name: _digest(weight) for name, weight in own or engine.weights(trained=True)}
 
 
 def _digest(tensor: Tensor) -> Digest:
@@ -103,30 +120,23 @@ def _digest(tensor: Tensor) -> Digest:
 
 
 class RecordedActor(ActorRolloutRefWorker):
-    def _engine(self, role: Any) -> TrainEngine:
-        return cast(TrainEngine, RecordedEngine(super()._engine(role)))
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_recording(self) -> None:
-        cast(RecordedEngine, self.actor).begin()
+        self.recorder = UpdateRecorder(self.actor)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_recording(self) -> ModelRecord:
-        return cast(RecordedEngine, self.actor).end()
+        return self.recorder.end()
 
 
 class RecordedCritic(CriticWorker):
-    def _start(self, chat_template: str | None = None, **training: Any) -> None:
-        super()._start(chat_template, **training)
-        self.engine = cast(TrainEngine, RecordedEngine(self.engine))
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def begin_recording(self) -> None:
-        cast(RecordedEngine, self.engine).begin()
+        self.recorder = UpdateRecorder(self.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def end_recording(self) -> ModelRecord:
-        return cast(RecordedEngine, self.engine).end()
+        return self.recorder.end()
 
 
 class PPORecorder(StepObserver):
@@ -173,16 +183,15 @@ class SupervisedRecorder(StepObserver):
 
     def started(self, trainer: SupervisedTrainer) -> None:
         trainer.total_training_steps = self.step
-        trainer.engine = cast(TrainEngine, RecordedEngine(trainer.engine))
 
     def updating(self, trainer: SupervisedTrainer, batch: TensorDict) -> None:
         if trainer.global_steps == self.step:
-            cast(RecordedEngine, trainer.engine).begin()
+            self.recorder = UpdateRecorder(trainer.engine)
 
     def updated(self, trainer: SupervisedTrainer, batch: TensorDict) -> None:
         if trainer.global_steps != self.step:
             return
-        record = cast(RecordedEngine, trainer.engine).end()
+        record = self.recorder.end()
         if current_rank() == 0:
             names = [name for columns in STAGES.values() for name in columns if name in batch.keys()]  # noqa: SIM118
             columns = {name: batch[name] for name in names}

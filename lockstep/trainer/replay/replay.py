@@ -77,7 +77,7 @@ def replayed_config(to_replay: StepToReplay, folder: Path, local: dict[str, Any]
         "trainer.profile_steps": [],
     }
     if isinstance(config, PPOConfig):
-        values |= {"trainer.max_restarts": 0, "trainer.log_val_generations": 0}
+        values |= {"trainer.max_restarts": 0, "trainer.log_val_generations": 0, "trainer.val_before_train": False}
         if config.trainer.rollout_data_dir is not None:
             values["trainer.rollout_data_dir"] = str(folder / ROLLOUTS)
         if config.trainer.validation_data_dir is not None:
@@ -97,7 +97,7 @@ def replayed_config(to_replay: StepToReplay, folder: Path, local: dict[str, Any]
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without the messages of a start that a replay does not make."""
-    names = ("lockstep.trainer.ppo.run_summary", "lockstep.trainer.run.training_run", "lockstep.config.compose")
+    names = ("lockstep.trainer.ppo.run_summary", "lockstep.trainer.run.training_run", "lockstep.trainer.ppo.audit")
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -100,10 +100,15 @@ class Recorder(PPORecorder):
         self.task.check_data(trainer.train_dataloader)
         if self.task.journal is not None:
             trainer.source.close()
+            trainer.audits.levels["data_order"] = "off"  # no prompts are drawn
             num_samples = trainer.config.actor_rollout_ref.rollout.n
             trainer.source = JournalSamples(self.task.journal, num_samples, trainer.weight_sync, trainer.num_updates)
         if self.task.batch is not None:
-            trainer.source = DumpedBatch(trainer.source, self.step, self.task.batch)
+            draws = self.task.journal is None and trainer.config.trainer.async_mode is None
+            draws &= not trainer.audit.prompts.may_drop
+            trainer.source = DumpedBatch(trainer.source, self.step, self.task.batch, draws=draws)
+            if not draws:
+                trainer.audits.levels["data_order"] = "off"
 
 
 def make_replay(trainer: SupervisedTrainer, task: Task) -> None:

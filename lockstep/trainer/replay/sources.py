@@ -29,13 +29,14 @@ SAMPLED = (
 
 
 class DumpedBatch(RolloutSource):
-    """The samples of another source, but in one step those of a dump."""
+    """The samples of another source, but in one step those of a dump. draws: whether that step draws a batch of prompts."""
 
-    def __init__(self, source: RolloutSource, step: int, dump: Path) -> None:
+    def __init__(self, source: RolloutSource, step: int, dump: Path, *, draws: bool) -> None:
         super().__init__(source.weight_sync)
         self.source = source
         self.step = step
         self.dump = dump
+        self.draws = draws
         self.keeps_prompts = source.keeps_prompts
 
     def collect(
@@ -43,6 +44,8 @@ class DumpedBatch(RolloutSource):
     ) -> tuple[DataProto, dict[str, float]]:
         if step != self.step:
             return self.source.collect(prompts, step=step, timing=timing)
+        if self.draws:
+            next(prompts)
         batch = read_dump(self.dump).batch
         return batch.select([name for name in SAMPLED if name in batch.tensors]), {}
 

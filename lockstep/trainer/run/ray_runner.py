@@ -203,7 +203,7 @@ def _run(config: PPOConfig, task_runner_class: "Callable[[], JobRunner] | None",
         outcome = runner.run.remote(config, task_runner_class, _log_format())
         folder = Path(config.trainer.default_local_dir).expanduser()
         steps = on_step and _Steps(on_step, folder)
-        return _wait(outcome, console, folder, steps, config.trainer.preemption_grace_s)
+        return _wait(outcome, console, steps, config.trainer.preemption_grace_s, folder)
     finally:
         if head_answers():
             ray.kill(runner)
@@ -239,9 +239,9 @@ class _Steps:
 def _wait(
     outcome: Any,
     console: "DriverConsole",
-    folder: Path,
     steps: _Steps | None = None,
     grace_s: float | None = None,
+    folder: Path = Path(),
 ) -> int:
     """Wait for the runner's `outcome`, forward stop requests to it and its steps to the caller. folder: of the run."""
     from lockstep.single_controller.ray_backend.cluster import ray

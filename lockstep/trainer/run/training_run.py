@@ -42,6 +42,7 @@ from lockstep.trainer.run.run_config import (
     write_run_config,
 )
 from lockstep.utils.heartbeat import Link, current_link
+from lockstep.utils.progress import phase
 from lockstep.utils.state_file import save_state
 
 logger = logging.getLogger(__name__)
@@ -246,9 +247,10 @@ class TrainingRun(ExitStack):
             self.restarts.step = step
             if self.restarts.count:
                 extra = extra | {"training/restarts": self.restarts.count}
-        self.tracking.log(data=metrics | extra, step=step)
-        if self._status is not None:
-            self._status.log(metrics, step)
+        with phase("log metrics"):
+            self.tracking.log(data=metrics | extra, step=step)
+            if self._status is not None:
+                self._status.log(metrics, step)
 
     def _note_failure(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Give `status.json` the line that the user gets."""

@@ -17,6 +17,7 @@ from lockstep.config.model import HFModelConfig
 from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
 from lockstep.engines.rollout.server.engine import ServerEngine, SglangEngine, share_of
 from lockstep.engines.rollout.server.http import ServerError
+from lockstep.protocol.generation import WeightsLostError
 from lockstep.utils.audit import AuditError
 from lockstep.utils.fingerprint import fingerprint
 from tests.engines.rollout.fake_server import LOG_PROB, FakeServer, fake_servers
@@ -236,10 +237,10 @@ def test_the_only_server_returns_with_old_weights(vllm: FakeServer) -> None:
     update(engine, 1)
     vllm.stop()
     vllm.start()
-    with pytest.raises(
-        ServerError, match=rf"no server has the weights of the last update .*{vllm.url}.* resume the run"
-    ):
+    with pytest.raises(WeightsLostError, match=rf"no server has the weights of the last update .*{vllm.url}"):
         engine.generate(requests_with(2))
+    update(engine, 1)  # the trainer sends them again
+    assert engine.generate(requests_with(2))
 
 
 def test_groups_stay_on_one_server_and_load_is_spread() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.engines.train.train_engine import MicroBatching
-from tests.engines.train import cases
+from tests.engines.train import audit_cases, cases
 from tests.engines.train.cases import Case, Reference
 from tests.engines.train.ranks import Ranks
 from tests.tiny import save_tiny_model
@@ -78,6 +78,11 @@ def test_ranks_train_as_one_process(case: Case, folder: Path, ranks: Ranks, refe
             assert not result["outputs"][name][case.num_real :].any()
         np.testing.assert_allclose(result["steps"], expected["steps"], atol=1e-5, rtol=1e-5)
         assert_same_weights(result["weights"], expected["weights"], 1e-5)
+
+
+@pytest.mark.parametrize("case", [Case(world=2, lora=4), Case(world=2, sp=2)], ids=str)
+def test_ranks_audit_together(case: Case, folder: Path, ranks: Ranks) -> None:
+    audit_cases.check(ranks.run(case.world, audit_cases.audited, folder, case))
 
 
 def test_mixed_precision_keeps_masters_and_agrees_with_one_rank(folder: Path, ranks: Ranks) -> None:

@@ -38,7 +38,7 @@ from lockstep.engines.rollout.server.protocols import Answer
 from lockstep.engines.rollout.server.reload import WeightsFolder, reload_server
 from lockstep.engines.rollout.server.weights import WeightTransfer, transfer_of
 from lockstep.models.tokenizer import hf_tokenizer
-from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
+from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams, WeightsLostError
 from lockstep.utils.audit import AuditError
 from lockstep.utils.distributed import current_rank, current_world_size, on_first_rank, wait_for_all_ranks
 from lockstep.utils.fingerprint import fingerprint
@@ -147,7 +147,7 @@ class ServerEngine(RolloutEngine):
     def _take(self, request_id: int) -> Outcome:
         self._flights.pop(request_id)
         call = self._answers.pop(request_id)
-        if isinstance(error := call.exception(), ServerError):
+        if isinstance(error := call.exception(), ServerError | WeightsLostError):
             return error
         answer = call.result()
         versions = [self.policy_version] * len(answer.token_ids)

@@ -15,7 +15,7 @@ from lockstep.config.actor_rollout_ref import ServerConfig
 from lockstep.engines.rollout.server.http import KEY, ServerError, Unavailable
 from lockstep.engines.rollout.server.inference_server import Server
 from lockstep.engines.rollout.server.protocols import Answer
-from lockstep.protocol.generation import GenerationRequest
+from lockstep.protocol.generation import GenerationRequest, WeightsLostError
 
 
 @dataclass
@@ -105,10 +105,7 @@ class ServerPool:
             current = [flight.only]
         if not current:
             urls = ", ".join(server.url for server in self.servers)
-            raise ServerError(
-                f"no server has the weights of the last update any more ({KEY}.urls: {urls}); resume the run from its last "
-                "checkpoint, which sends them again"
-            )
+            raise WeightsLostError(f"no server has the weights of the last update any more ({KEY}.urls: {urls})")
         now = asyncio.get_running_loop().time()
         prompt = tuple(flight.request.prompt_ids)
         home = self._homes.get(prompt)

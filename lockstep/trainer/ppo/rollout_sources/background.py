@@ -82,6 +82,14 @@ class BackgroundRollout:
         """Stop generating; unfinished requests keep their tokens. No-op while paused."""
         self._call(self._pause())
 
+    def interrupt(self) -> None:
+        """After a failure: stop serving, while the rollout is repaired."""
+        self._call(self._interrupt())
+
+    def recover(self) -> None:
+        """Serve again, and sample the groups again that the failure ended."""
+        self._call(self._recover())
+
     def groups(self) -> list[Group]:
         """All groups that no step has trained on."""
         return self._call(self._groups())
@@ -204,6 +212,21 @@ class BackgroundRollout:
             self._is_paused = True
             self._note_busy()
         self._raise_failure()
+
+    async def _interrupt(self) -> None:
+        if not self._is_paused:
+            await self.sampler.client.pause()
+            self._is_paused = True
+            self._note_busy()
+
+    async def _recover(self) -> None:
+        self._failure = None
+        self.sampler.client.forget_failure()
+        if self._serving is not None:
+            await self._resume()
+        for group in self.schedule.running.values():
+            if group.id not in self._tasks:
+                self._tasks[group.id] = self._loop.create_task(self._sample(group))
 
     async def _groups(self) -> list[Group]:
         schedule = self.schedule

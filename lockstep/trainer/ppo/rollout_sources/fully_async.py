@@ -19,9 +19,9 @@ class FullyAsyncSource(AsyncSource):
         self._rollout.resume()
         return super()._take(prompts, step)
 
-    def update_weights(self, policy_version: int) -> dict[str, float]:
+    def _send(self) -> dict[str, float]:
         with self.idle():
-            return super().update_weights(policy_version)
+            return super()._send()
 
     @contextmanager
     def idle(self) -> Iterator[None]:

@@ -48,5 +48,5 @@ class OneStepOffSource(AsyncSource):
     def _send_weights(self) -> None:
         if self.is_updated:
             self._rollout.pause()
-            self.sync_metrics |= super().update_weights(self.policy_version)
+            self.sync_metrics |= self._send()
             self.is_updated = False

@@ -1,12 +1,13 @@
 """Where a training step gets its samples from: the interface, and what asynchronous sources share."""
 
+import functools
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,30 +15,55 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.tokens import entries, read, row_chunks
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
+from lockstep.trainer.ppo.rollout_repair import REPAIRABLE, RolloutRepair
 from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.trainer.ppo.sampling import concat_scored
-from lockstep.utils import step_stop
+from lockstep.utils import heartbeat, step_stop
 from lockstep.utils.progress import phase
 from lockstep.utils.state_file import has_state, load_state, save_state
 from lockstep.utils.timing import marked_timer
 from lockstep.weight_sync import WeightSync
 
+T = TypeVar("T")
 STATE = "rollouts"
 """File of a checkpoint: groups that were drawn from the data and not trained on."""
+
+
+QUEUES = ("waiting", "running", "finished")
+"""Lists of a `GroupSchedule`, whose lengths are in the watchdog's reports."""
 
 
 class RolloutSource(ABC):
     """keeps_prompts: prompts that a discarded step has drawn are still there for the next one."""
 
     keeps_prompts = False
+    repair: RolloutRepair | None = None
+    """Set by the trainer."""
+    policy_version = 0
+    """Of the weights that the rollout has, or is to get."""
 
     def __init__(self, weight_sync: WeightSync | None) -> None:
         self.weight_sync = weight_sync
 
-    def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:  # noqa: B027
+    def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
         """Begin after `step`, with weights of `policy_version`; checkpoint: the folder that the run goes on from."""
+        self.policy_version = policy_version
+
+    def repairing(self, call: Callable[[], T]) -> T:
+        """The result of `call`, which is called again after a failure of the rollout that was repaired."""
+        while True:
+            try:
+                return call()
+            except REPAIRABLE as error:
+                if self.repair is None:
+                    raise
+                with step_stop.shielded():
+                    self._repair(error, self.repair)
+
+    def _repair(self, error: Exception, repair: RolloutRepair) -> None:
+        repair.repair(error, self.policy_version)
 
     @abstractmethod
     def collect(
@@ -47,8 +73,12 @@ class RolloutSource(ABC):
 
     def update_weights(self, policy_version: int) -> dict[str, float]:
         """The actor has been updated: bring its weights to the rollout; returns metrics."""
+        self.policy_version = policy_version
+        return self.repairing(self._send)
+
+    def _send(self) -> dict[str, float]:
         with step_stop.shielded():  # both ends of the transfer must come to its end
-            return {} if self.weight_sync is None else self.weight_sync.run(policy_version)
+            return {} if self.weight_sync is None else self.weight_sync.run(self.policy_version)
 
     def idle(self) -> AbstractContextManager[None]:
         """Inside, the rollout has the actor's weights and generates nothing: others may use it."""
@@ -93,7 +123,6 @@ class AsyncSource(RolloutSource):
         self.schedule = GroupSchedule(
             config.data.train_batch_size, trainer.max_staleness, trainer.stale_samples, self.ahead, last_step
         )
-        self.policy_version = 0
         self.num_drawn = 0
         """Batches of prompts drawn from the data."""
         self.sync_metrics: dict[str, float] = {}
@@ -103,7 +132,7 @@ class AsyncSource(RolloutSource):
         self.rollout: BackgroundRollout | None = None
 
     def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
-        self.policy_version = policy_version
+        super().start(run_dir, step, policy_version, checkpoint)
         self.num_drawn = step
         self.journal = Journal(run_dir, step, policy_version)
         if checkpoint is not None and has_state(checkpoint / STATE):
@@ -115,6 +144,8 @@ class AsyncSource(RolloutSource):
             self.schedule.restore([group_of_state(group, num_samples) for group in state["groups"]], step + 1)
         self.rollout = BackgroundRollout(self.sampling.sampler, self.schedule, self.journal, self.sampling.filter.keeps)
         self._last_collect = time.perf_counter()
+        for name in QUEUES:
+            heartbeat.set_gauge(f"{name} groups", functools.partial(_length, self.schedule, name))
 
     def collect(
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
@@ -122,7 +153,7 @@ class AsyncSource(RolloutSource):
         began = time.perf_counter()
         dropped = dict(self._rollout.num_dropped)
         with marked_timer("gen", timing), phase("generate"):
-            groups = self._take(prompts, step)
+            groups = self.repairing(lambda: self._take(prompts, step))
         self.journal.train(step, groups)
         batch = batch_of_groups(groups, step)
         now = time.perf_counter()
@@ -139,9 +170,11 @@ class AsyncSource(RolloutSource):
         self.sync_metrics = {}
         return batch, metrics
 
-    def update_weights(self, policy_version: int) -> dict[str, float]:
-        self.policy_version = policy_version
-        return super().update_weights(policy_version)
+    def _repair(self, error: Exception, repair: RolloutRepair) -> None:
+        self._rollout.interrupt()
+        super()._repair(error, repair)
+        self.is_updated = False
+        self._rollout.recover()
 
     def pending(self) -> list[DataProto]:
         return [group.prompt for group in self._rollout.groups()]
@@ -164,6 +197,8 @@ class AsyncSource(RolloutSource):
         self.journal.checkpoint(step)
 
     def close(self) -> None:
+        for name in QUEUES:
+            heartbeat.set_gauge(f"{name} groups", None)
         if self.rollout is not None:
             self.rollout.close()
             self.journal.close()
@@ -188,6 +223,10 @@ class AsyncSource(RolloutSource):
             self.num_drawn += 1
             rows = range(len(batch))
             self._rollout.add([Group((self.num_drawn, row), batch[row : row + 1]) for row in rows])
+
+
+def _length(schedule: GroupSchedule, queue: str) -> int:
+    return len(getattr(schedule, queue))
 
 
 def num_groups(checkpoint: Path) -> int:

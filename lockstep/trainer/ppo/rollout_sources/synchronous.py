@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from lockstep.protocol import DataProto
@@ -18,6 +19,7 @@ class SynchronousSource(RolloutSource):
         self.sampling = sampling
 
     def start(self, run_dir: Path, step: int, policy_version: int, checkpoint: Path | None) -> None:
+        super().start(run_dir, step, policy_version, checkpoint)
         if checkpoint is not None and (num_ahead := num_groups(checkpoint)):
             logger.warning(
                 "%s holds %d prompts that asynchronous training drew ahead; without trainer.async_mode they are skipped",
@@ -28,4 +30,15 @@ class SynchronousSource(RolloutSource):
     def collect(
         self, prompts: Iterator[DataProto], *, step: int, timing: dict[str, float]
     ) -> tuple[DataProto, dict[str, float]]:
-        return self.sampling.collect(prompts, step=step, timing=timing)
+        drawn: list[DataProto] = []
+
+        def recorded(rest: Iterator[DataProto]) -> Iterator[DataProto]:
+            for batch in rest:
+                drawn.append(batch)
+                yield batch
+
+        def collect() -> tuple[DataProto, dict[str, float]]:
+            again = list(drawn)
+            return self.sampling.collect(chain(again, recorded(prompts)), step=step, timing=timing)
+
+        return self.repairing(collect)
