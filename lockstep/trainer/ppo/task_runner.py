@@ -261,6 +261,7 @@ class TaskRunner:
             self.agents.close()
 
     def _close(self, trainer: PPOTrainer) -> None:
+        trainer.run.end_saving()
         self.last_checkpoint = trainer.run.last_checkpoint or self.last_checkpoint
         trainer.close()
 
