@@ -9,6 +9,7 @@
 # make lint    the checks without the tests
 # make docs    the documentation as a site, in site/
 # make package  the wheel and the source distribution, in dist/
+# make hangs   60 hangs planted in training runs, and the table in docs/watchdog.md (about 25 minutes)
 # make chaos   300 faults injected into training runs, and the table in docs/reliability.md (about 20 minutes)
 # make soak    5,000 steps of small runs; fails if memory, handles, threads, step time or disk grow (about an hour)
 # `make setup PYTHON=python3.12` selects the interpreter (3.11 or newer).
@@ -26,7 +27,7 @@ ENVIRONMENTS_VENV := .venv-environments
 VERIFIERS_VENV := .venv-verifiers
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
-.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint docs package chaos soak format docs-config clean
+.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint docs package chaos hangs soak format docs-config clean
 
 setup: $(READY)
 
@@ -115,6 +116,10 @@ soak: setup
 chaos: export OMP_NUM_THREADS := 1
 chaos: setup
 	$(BIN)/python -m tests.faults --count 300 --seed 0 --table docs/reliability.md
+
+hangs: export OMP_NUM_THREADS := 1
+hangs: setup
+	$(BIN)/python -m tests.hangs --count 60 --seed 0 --table docs/watchdog.md
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -85,6 +85,16 @@ def resume_path(values: Values) -> Iterator[Problem]:
             yield Problem("trainer.resume_from_path", path, "no such folder")
 
 
+def on_hang(values: Values) -> Iterator[Problem]:
+    action = values["trainer.on_hang"]
+    if action != "warn" and not values["trainer.watchdog.enable"]:
+        message = "nothing watches the run; set trainer.watchdog.enable=true, or trainer.on_hang=warn"
+        yield Problem("trainer.on_hang", action, message, also=("trainer.watchdog.enable",))
+    elif action == "restart" and not values["trainer.max_restarts"]:
+        message = "no restart is allowed; set trainer.max_restarts, or trainer.on_hang=stop"
+        yield Problem("trainer.on_hang", action, message, also=("trainer.max_restarts",))
+
+
 def remote_store(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
     """URLs of remote checkpoints; a password in one would be saved with the config."""
     store, path = "trainer.default_hdfs_dir", "trainer.resume_from_path"

@@ -47,6 +47,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         checks.fixed_values(values),
         _files(values, models),
         checks.remote_store(config),
+        checks.on_hang(values),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         () if config.trainer.val_only else setting_problems(config),
         _lengths(config, values),

@@ -44,6 +44,7 @@ def check_supervised(config: SupervisedConfig) -> tuple[list[Problem], list[str]
         checks.class_name(values, "data.custom_cls.path", "data.custom_cls.name"),
         checks.resume_path(values),
         checks.remote_store(config),
+        checks.on_hang(values),
         _ranks(config, values),
         _budget(config, values, sequences=1 if isinstance(config, SFTConfig) else 2),
         _dpo(values) if isinstance(config, DPOConfig) else (),

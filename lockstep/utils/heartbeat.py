@@ -270,11 +270,20 @@ def child_stacks(pid: int) -> str:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process of this machine is stopped by a signal or a debugger."""
+    return _system_state(pid) in ("T", "t")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine exists and has not ended; True if the system does not say."""
+    return _system_state(pid) not in ("Z", "X") and (os.path.exists(f"/proc/{pid}") or not os.path.exists("/proc/self"))
+
+
+def _system_state(pid: int) -> str:
+    """A letter, as `ps` shows it; empty if there is none."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return status.rpartition(")")[2].split()[:1] in (["T"], ["t"])
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def start(link: Link | None, role: str, rank: int) -> None:

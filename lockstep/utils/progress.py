@@ -87,6 +87,11 @@ def is_completed(name: str) -> bool:
     return name in _completed
 
 
+def completed() -> list[str]:
+    """Names of the phases that have ended in this process."""
+    return sorted(_completed)
+
+
 def count(done: int, total: int, unit: str = "", call_began: float | None = None) -> None:
     """How far the thread's current phase is; no-op outside of one."""
     if phases := _threads.get(threading.get_ident()):

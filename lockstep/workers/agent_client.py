@@ -42,8 +42,8 @@ Start = Callable[[int], MessageProcess]
 """Starts the process of the agent worker with this number."""
 
 MAX_STARTS = 3
-"""How often a conversation is started: it may be the cause of the deaths. So many deaths in a row of workers that were not ready yet
-are a failure."""
+"""How often a conversation is started: it may be the cause of the deaths. So many deaths in a row of workers that were not ready
+yet are a failure."""
 
 
 @dataclass(eq=False)

@@ -176,6 +176,16 @@ REF = "actor_rollout_ref.ref"
             [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"],
             f"{ACTOR}.ppo_max_token_len_per_gpu=1000: a sequence can have 1024 tokens",
         ),
+        (["trainer.on_hang=restart"], "trainer.on_hang=restart: no restart is allowed; set trainer.max_restarts"),
+        (
+            ["trainer.on_hang=stop", "trainer.watchdog.enable=false"],
+            "nothing watches the run; set trainer.watchdog.enable",
+        ),
+        (
+            ["trainer.watchdog.deadlines_s={rewards: 0}"],
+            "deadlines_s={rewards:0}: must be seconds greater than 0, by name",
+        ),
+        (["trainer.watchdog.deadlines_s={rewards: soon}"], "must be seconds greater than 0, by name"),
     ],
 )
 def test_each_mistake_is_one_problem(minimal: list[str], overrides: list[str], message: str) -> None:

@@ -80,7 +80,10 @@ def is_now(where: str, rank: int = 0) -> bool:
 
 def note_pid(name: str) -> None:
     """For the test, which may stop this process."""
-    (folder() / f"{name}.pid").write_text(str(os.getpid()))
+    path = folder() / f"{name}.pid"
+    temporary = path.with_name(f"{name}.{os.getpid()}")
+    temporary.write_text(str(os.getpid()))
+    temporary.replace(path)
 
 
 def hang_here() -> None:

@@ -99,6 +99,10 @@ def test_what_is_waited_for_is_named_not_who_waits() -> None:
     idle = process("actor", 0, [COMPUTES], last_call="actor.advance_generation")
     found = blamed("generate", agent, idle)
     assert found == ["the tool search has not answered for 70 s, says agent worker rank 1 (pid 101, host)"]
+    loader = WaitState("data loader", "Rows, process 0 of 1 (pid 7)", 930.0, thread=1)
+    stopped = Dump(awaited={loader.name: heartbeat.STOPPED})
+    found = blamed("read a batch", controller=Seen(process("controller", waits=[loader]).state, dump=stopped))
+    assert found[0].startswith(f"the data loader {loader.name} has given no batch for 70 s: its process is stopped")
     queue = WaitState("queue", "finished groups", 900.0)
     reward = WaitState("reward", "compute_score", 930.0, thread=1)
     judge = WaitState("judge", "http://judge", 800.0, thread=2)
@@ -117,6 +121,13 @@ def test_without_anything_else_the_place_of_the_stuck_thread_is_named() -> None:
     lock = stack(f"{SITE}/lib.py", "/code/deadlock.py")
     found = blamed("advantages", controller=process("controller", 0, [other, lock]))
     assert found == ["controller (pid 100, host) is at /code/deadlock.py:7 in in_deadlock (in in_lib)"]
+    queue = [WaitState("queue", "rollout thread, take", 900.0, thread=1)]
+    rollout = stack("/code/rollout.py", thread="rollout", ident=2)
+    found = blamed("generate", controller=process("controller", 0, [lock, rollout], waits=queue))
+    assert found == ["controller (pid 100, host) is at /code/rollout.py:7 in in_rollout"]  # not who waits for it
+    idle = stack(f"{SITE}/selectors.py", thread="rollout", ident=2)
+    found = blamed("generate", controller=process("controller", 0, [lock, idle], waits=queue))
+    assert "/code/deadlock.py" in found[0]
     asked = process("controller", waits=[WaitState("worker", "agent worker 1 of 2", 900.0)])
     agents = [process("agent worker", rank, [COMPUTES]) for rank in (0, 1)]
     assert blamed("generate", *agents, controller=asked)[0].startswith(

@@ -165,7 +165,7 @@ class ToolSession:
             return read(await method(*arguments, **options))
 
         step = "" if method == tool.execute else method.__name__
-        return await run_contained("tool", tool.name, start, self.limits.timeout_s, step)
+        return await run_contained("tool", tool.label, start, self.limits.timeout_s, step)
 
 
 async def run_contained(

@@ -45,6 +45,10 @@ class McpTool(BaseTool):
         self.server = server
         self.timeout_s = None if config.get("timeout") is None else float(config["timeout"])
 
+    @property
+    def label(self) -> str:
+        return f"{self.name} of {self.server}"
+
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Executed:
         result = await self.server.call(self.name, parameters, self.timeout_s)
         text = _text_of(result)

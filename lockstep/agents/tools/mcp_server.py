@@ -60,10 +60,13 @@ class McpServer:
         self._session: _Session | None = None
         self._stderr: deque[str] = deque(maxlen=STDERR_LINES)
 
+    def __str__(self) -> str:
+        return f"MCP server {self.name} ({self._place})"
+
     def list_tools(self) -> "list[Tool]":
         """The tools that the server offers; ValueError if it cannot be reached."""
         try:
-            with waiting("server", f"MCP server {self.name} ({self._place})"):
+            with waiting("server", str(self)):
                 return _submit(self._list_tools()).result()
         except ToolError as error:
             raise ValueError(f"MCP server {error}") from error
@@ -103,8 +106,7 @@ class McpServer:
             session = self._connected()
             client = await asyncio.shield(session.client)  # others wait for it too
             try:
-                with waiting("tool", f"{tool} of MCP server {self.name} ({self._place})"):
-                    return await client.call_tool(tool, arguments, read_timeout_seconds=timeout_s)
+                return await client.call_tool(tool, arguments, read_timeout_seconds=timeout_s)
             except MCPError as error:
                 if error.code == REQUEST_TIMEOUT:
                     limit = "" if timeout_s is None else f": more than {timeout_s:g} s"

@@ -35,6 +35,11 @@ class BaseTool:
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         self.name = self.tool_schema.function.name
 
+    @property
+    def label(self) -> str:
+        """Its name in messages and reports."""
+        return self.name
+
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The schema, if the config has none."""
         schema: OpenAIFunctionToolSchema | None = getattr(self, "tool_schema", None)

@@ -23,7 +23,7 @@ from lockstep.utils.audit import Audits
 from lockstep.utils.distributed import merged_over_ranks, summed_over_ranks
 from lockstep.utils.fingerprint import fingerprint
 
-SAMPLE_TENSORS, SAMPLE_BYTES = 16, 2**26
+SAMPLE_TENSORS, SAMPLE_BYTES = 8, 2**26
 """Tensors that are checksummed after an update: at most so many, and no more once they have this size."""
 PIECE_BYTES = 2**24
 """Bytes of a tensor that are enough to see whether training changed it."""
@@ -84,19 +84,19 @@ class Changing:
             starts = (self._next, self._next + len(names) // 2)
             names = [names[(start + i) % len(names)] for start in starts for i in (0, 1)]
             self._next += 1
-        self._noted = {name: _sum_of_piece(tensors[name]) for name in names}
+        self._noted = {name: fingerprint(_piece(tensors[name])) for name in names}
 
     def none_changed(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether no tensor of any rank has changed since it was noted. Collective."""
-        changed = sum(_sum_of_piece(tensors[name]) != value for name, value in self._noted.items())
+        changed = sum(fingerprint(_piece(tensors[name])) != value for name, value in self._noted.items())
         num_changed, num_noted = summed_over_ranks(changed, len(self._noted))
         were_all = self._all
         self._all = num_noted > 0 and num_changed == 0
         return were_all and self._all
 
 
-def _sum_of_piece(tensor: Tensor) -> int:
-    return fingerprint(tensor.flatten()[: PIECE_BYTES // tensor.element_size()])
+def _piece(tensor: Tensor) -> Tensor:
+    return tensor.flatten()[: PIECE_BYTES // tensor.element_size()]
 
 
 class GradientNorms:
@@ -238,7 +238,7 @@ class UpdateAudit:
     def _copy_problem(self) -> str | None:
         copies = self.engine.copied_tensors()
         chosen = self._copies.choose({name: copy for name, (_, copy) in copies.items()})
-        wrong = [name for name in chosen if not torch.equal(copies[name][0].to(copies[name][1].dtype), copies[name][1])]
+        wrong = [name for name in chosen if not _is_copy(*copies[name])]
         if not wrong:
             return None
         return f"the weights that compute differ from the master weights after an update: {wrong[0]}{_more(wrong)}"
@@ -290,6 +290,11 @@ def _same(one: Tensor, two: Tensor) -> bool:
         return False
     is_shared = one.data_ptr() == two.data_ptr() and one.stride() == two.stride() and one.device == two.device
     return is_shared or fingerprint(one) == fingerprint(two)
+
+
+def _is_copy(master: Tensor, copy: Tensor) -> bool:
+    num = PIECE_BYTES // master.element_size()
+    return torch.equal(master.flatten()[:num].to(copy.dtype), copy.flatten()[:num])
 
 
 def _more(names: list[str]) -> str:

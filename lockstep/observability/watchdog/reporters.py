@@ -97,6 +97,12 @@ class Reporters:
         """The processes that report, by role and rank."""
         return sorted(self._reporters.copy().values(), key=lambda r: (r.state.role, r.state.rank, r.state.pid))
 
+    def forget_ended(self) -> None:
+        """Drop processes of this machine that are gone although a child of theirs holds the connection."""
+        for reporter in self.all():
+            if reporter.is_here and not heartbeat.is_alive(reporter.state.pid):
+                self._reporters.pop((reporter.state.host, reporter.state.pid), None)
+
     def forgive(self, seconds: float) -> None:
         """This process was stopped for as long: silence during that time does not count."""
         for reporter in self.all():

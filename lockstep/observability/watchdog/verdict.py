@@ -98,7 +98,9 @@ def culprits(stuck: Stuck, processes: Sequence[Seen]) -> list[Culprit]:
         return [Culprit(process.who, _doing(process), process) for process in awaited]
     if busy:
         return [Culprit(process.who, _doing(process), process) for process in busy]
-    stack = next((s for s in controller.dump.stacks if s.ident == stuck.thread), None)
+    stack = _awaited_thread(controller, stuck) or next(
+        (s for s in controller.dump.stacks if s.ident == stuck.thread), None
+    )
     return [Culprit(controller.who, _doing(controller, stack), controller)]
 
 
@@ -157,6 +159,13 @@ def _awaited(controller: Seen, workers: Sequence[Seen]) -> list[Seen]:
     """Processes that the controller waits for by name, such as "agent worker 1 of 4"."""
     names = {wait.name.partition(" of ")[0] for wait in controller.state.waits if wait.kind == "worker"}
     return [process for process in workers if f"{process.state.role} {process.state.rank}" in names]
+
+
+def _awaited_thread(controller: Seen, stuck: Stuck) -> Stack | None:
+    """The thread that the stuck one waits for by name, such as "rollout thread, take"; None if it is idle."""
+    waits = [wait for wait in controller.state.waits if wait.kind == "queue" and wait.thread == stuck.thread]
+    names = [wait.name.partition(" thread")[0] for wait in waits]
+    return next((s for s in controller.dump.stacks if s.thread in names and any(map(is_own_code, s.frames))), None)
 
 
 def _silence(process: Seen) -> str:

@@ -28,7 +28,7 @@ from lockstep.observability.watchdog.slow import SlowWaits
 from lockstep.observability.watchdog.verdict import PASSIVE, Culprit, Seen, Stuck, culprits, sentence
 from lockstep.utils import heartbeat, spans
 from lockstep.utils.heartbeat import CONTROLLER, PhaseState, ProcessState, WaitState
-from lockstep.utils.progress import by_thread
+from lockstep.utils.progress import by_thread, completed
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +108,12 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * WRITE_TIMEOUT_S)
         self.reporters.__exit__(*exc)
+        unknown = self.config.deadlines_s.keys() - {*completed(), HEARTBEAT, BETWEEN}
+        if unknown and exc[:1] == (None,):
+            names = ", ".join(sorted(unknown))
+            logger.warning(
+                "trainer.watchdog.deadlines_s: the run had no phase %s; it had %s", names, ", ".join(completed())
+            )
 
     def status(self) -> dict[str, Any]:
         """For `status.json`: all processes that report, and the verdict if the run is stuck."""
@@ -222,6 +228,7 @@ class Watchdog:
 
     def _seen(self) -> list[Seen]:
         """All processes with their stacks; this one first."""
+        self.reporters.forget_ended()
         own = heartbeat.process_state(self.role)
         recent = [list(span) for span in spans.recent_spans()]
         dump = Dump(heartbeat.stacks(), recent, native=py_spy(own.pid), awaited=heartbeat.awaited_stacks())

@@ -124,16 +124,17 @@ def compare_dumps(old: Path, new: Path, *, is_agent: bool = False) -> list[DumpD
     if token_path(old).is_file() and token_path(new).is_file():
         import pyarrow.parquet as parquet
 
-        tables = [parquet.read_table(token_path(file)).to_pylist() for file in (old, new)]
+        before, after = (parquet.read_table(token_path(file)).to_pylist() for file in (old, new))
         rounds = {"rollout_log_probs"} if is_agent else set()
-        found.append(_rows_that_differ(token_path(old), *tables, rounds))
+        found.append(_rows_that_differ(token_path(old), before, after, rounds))
     return [difference for difference in found if difference is not None]
 
 
 def _rows_that_differ(
     file: Path, old: list[dict[str, Any]], new: list[dict[str, Any]], left_out: set[str]
 ) -> DumpDifference | None:
-    rows, columns = [], {}
+    rows: list[int] = []
+    columns: dict[str, None] = {}
     for number in range(max(len(old), len(new))):
         before = old[number] if number < len(old) else {}
         after = new[number] if number < len(new) else {}

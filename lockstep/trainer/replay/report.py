@@ -35,7 +35,7 @@ def show_metrics(changes: Sequence[MetricChange], names: tuple[str, str], *, mos
     for change in different[:most]:
         difference = "" if change.difference is None else f"{change.difference:+.3g}"
         relative = "" if change.difference is None else f"{change.relative:.2g}"
-        note = "rounding: depends on timing" if change.verdict == "rounding" else ""
+        note = "rounding" if change.verdict == "rounding" else ""
         _add(table, change.name, _number(change.old), _number(change.new), difference, relative, note)
     console().print(table)
     if most is not None and len(different) > most:

@@ -55,9 +55,10 @@ def audited(folder: Path, case: Case) -> list[dict[str, str]]:
     audit._splits.num_checked = 0
     found = [healthy | audit.audits.take_findings(), update(3, mean=True), update(4)]
     with engine.lend_weights(module), torch.no_grad():
-        for parameter in module.parameters():
-            stale = parameter * 1.01 if is_last else parameter.clone()
-            parameter.data = stale
+        for name, parameter in list(module.named_parameters()):
+            path, _, leaf = name.rpartition(".")
+            copy = torch.nn.Parameter(parameter * 1.01 if is_last else parameter.clone(), requires_grad=False)
+            module.get_submodule(path)._parameters[leaf] = copy
         audit.check_lent(module, 4)
     found.append(audit.audits.take_findings())
     return [*found, reference_findings(folder, case, is_last)]
@@ -74,8 +75,9 @@ def reference_findings(folder: Path, case: Case, is_last: bool) -> dict[str, str
     return audit.check(WARN, rows)
 
 
-def check(results: list[list[dict[str, str]]]) -> None:
-    """All ranks report the same, and nothing else than what was planted."""
+def check(results: list[list[dict[str, str]]], *, has_frozen: bool = True) -> None:
+    """All ranks report the same, and nothing but what was planted. has_frozen: the engine has tensors that are not trained."""
     assert all(result == results[0] for result in results)
     names = [sorted(found) for found in results[0]]
-    assert names == [[], ["micro_batch_split"], ["frozen_parameters"], ["weights"], ["reference_policy"]]
+    frozen = ["frozen_parameters"] if has_frozen else []
+    assert names == [[], ["micro_batch_split"], frozen, ["weights"], ["reference_policy"]], names

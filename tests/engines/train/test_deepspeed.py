@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.engines.train.train_engine import MicroBatching
-from tests.engines.train import cases, route_cases
+from tests.engines.train import audit_cases, cases, route_cases
 from tests.engines.train.cases import Case, Reference
 from tests.engines.train.ranks import Ranks
 from tests.engines.train.route_cases import RouteReference
@@ -66,6 +66,11 @@ def test_ranks_train_as_one_process(case: Case, folder: Path, ranks: Ranks, refe
 def run(ranks: Ranks, case: Case, function: Callable[..., Any], *args: Any) -> Any:
     """What `function` gives on the first rank, or in this process."""
     return ranks.run(case.world, function, *args)[0] if case.world > 1 else function(*args)
+
+
+@pytest.mark.parametrize("zero", STAGES, ids=str)
+def test_ranks_audit_together(zero: dict[str, Any], folder: Path, ranks: Ranks) -> None:
+    audit_cases.check(ranks.run(2, audit_cases.audited, folder, Case(world=2, zero=zero)))
 
 
 @pytest.mark.parametrize("zero", STAGES, ids=str)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.engines.train.train_engine import MicroBatching
-from tests.engines.train import cases, megatron_faults
+from tests.engines.train import audit_cases, cases, megatron_faults
 from tests.engines.train.cases import Case, Reference
 from tests.engines.train.ranks import Ranks
 from tests.tiny import SIZES, tiny_tokenizer
@@ -236,6 +236,13 @@ def test_weights_are_handed_out_and_exported_bit_for_bit(
         for found in ranks.run(2, cases.exported, folder(family), Case(world=2, megatron=sizes)):
             assert list(found) == list(expected)
             assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("sizes", [layout(tp=2), layout(pp=2), layout()], ids=str)
+def test_ranks_audit_together(sizes: dict[str, Any], folder: Callable[[str], Path], ranks: Ranks) -> None:
+    case = Case(world=2, megatron=sizes)
+    audit_cases.check(ranks.run(2, audit_cases.audited, folder("qwen2"), case), has_frozen=False)
 
 
 @pytest.mark.megatron

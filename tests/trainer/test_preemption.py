@@ -1,0 +1,112 @@
+"""SIGTERM with a grace period: which steps are finished, what is saved, and that the resumed run is the undisturbed one."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.trainer.main_ppo import main
+from lockstep.trainer.ppo.ray_trainer import PPOTrainer
+from lockstep.trainer.run import preemption
+from lockstep.trainer.run.interrupt import Interrupt
+from lockstep.trainer.run.preemption import Patience
+
+
+def waits(patience: Patience, monkeypatch: pytest.MonkeyPatch, after_s: float) -> float:
+    """How long the step may go on if SIGTERM comes `after_s` after its begin."""
+    now = time.monotonic()
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now)
+    monkeypatch.setattr(preemption.threading.Timer, "start", lambda self: None)
+    patience.step_begins()
+    now += after_s
+    patience.limit()
+    return patience.wait_s()
+
+
+TIMING = {"step": 100.0, "testing": 20.0, "gen": 50.0, "update_actor": 25.0, "update_weights": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "after_s", "save_s", "expected"),
+    [
+        (100.0, 30.0, 10.0, 50.0),  # 50 s of the step are left and 10 of a save: within 90. 30 of them are the update's
+        (60.0, 30.0, 10.0, 0.0),  # 60 are more than 54
+        (60.0, 40.0, 10.0, 14.0),
+        (60.0, 75.0, 10.0, 14.0),
+        (10.0, 79.0, 9.5, 0.0),
+    ],
+)
+def test_patience(
+    grace_s: float, after_s: float, save_s: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience = Patience(grace_s)
+    patience.learn(TIMING | {"save_checkpoint": save_s})
+    assert waits(patience, monkeypatch, after_s) == pytest.approx(expected)
+
+
+def test_without_earlier_steps_there_is_no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert waits(Patience(100.0), monkeypatch, 0.0) == 0
+    patience = Patience(100.0)  # half of it is for the first save
+    patience.learn({"step": 30.0})
+    assert waits(patience, monkeypatch, 0.0) == pytest.approx(40.0)
+
+
+def test_a_second_sigterm_is_ignored_with_grace_and_ctrl_c_is_not() -> None:
+    with Interrupt(grace_s=60.0) as interrupt:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.requested and interrupt.is_preempted and interrupt.by == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+
+
+def untimed(run: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time", "timing", "perf/"))} for row in rows]
+
+
+def test_stops_in_generation_in_the_update_and_in_validation(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three signals: step 2 is discarded in its generation, finished in its update, and saved without its validation."""
+    settings = ["trainer.total_training_steps=3", "trainer.save_freq=-1", "trainer.test_freq=2"]
+    settings += ["trainer.val_before_train=false", "trainer.resume_mode=auto"]
+
+    def run(name: str, *more: str) -> int:
+        return main([*overrides, *settings, f"trainer.default_local_dir={tmp_path / name}", *more])
+
+    assert run("undisturbed") == 0
+    for phase, method, saved, lines in (
+        ("generation", "_generate_hook", 1, 1),
+        ("update", "_update", 2, 2),
+        ("validation", "_validate_now", 2, 1),
+    ):
+        with monkeypatch.context() as patch:
+            if phase == "generation":
+                from lockstep.engines.rollout.rollout_engine import RolloutEngine
+
+                target: Any = RolloutEngine
+                name = "_run"
+            else:
+                target, name = PPOTrainer, method
+            original, calls = getattr(target, name), [0]
+
+            def hooked(self: Any, *args: Any, original: Any = original, calls: list[int] = calls, **kwargs: Any) -> Any:
+                calls[0] += 1
+                if calls[0] == (2 if original.__name__ != "_validate_now" else 1):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.2)  # the handler runs here, and the timer of a grace without patience
+                return original(self, *args, **kwargs)
+
+            patch.setattr(target, name, hooked)
+            assert run(phase, "trainer.preemption_grace_s=0.01") == 130
+        assert [path.name for path in (tmp_path / phase).glob("global_step_*")] == [f"global_step_{saved}"]
+        assert len(untimed(tmp_path / phase)) == lines
+        assert json.loads((tmp_path / phase / "status.json").read_text())["state"] == "stopped"
+        assert run(phase) == 0
+        assert untimed(tmp_path / phase) == untimed(tmp_path / "undisturbed")
