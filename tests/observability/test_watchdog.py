@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ def test_deadlines_are_configured_learnt_or_first() -> None:
 
 
 def test_ranks_outside_of_the_collective_are_named_first() -> None:
-    in_update = {"calls": ["actor.update_actor"]}
+    in_update: dict[str, Any] = {"calls": ["actor.update_actor"]}
     waiting_rank = process("actor", 0, [ALL_REDUCE], **in_update)
     found = blamed("update actor", waiting_rank, process("actor", 1, [COMPUTES], **in_update))
     assert found[0] == (
@@ -74,7 +75,7 @@ def test_ranks_outside_of_the_collective_are_named_first() -> None:
     assert found[1] == "actor rank 0 (pid 100, host) waits for it in actor.update_actor"
     found = blamed("update actor", waiting_rank, process("actor", 1, [], last_call="actor.update_actor"))
     assert found[0].startswith("actor rank 1") and "has finished actor.update_actor" in found[0]
-    server = {"waits": [WaitState("server", "http://x", 940.0)]}
+    server: dict[str, Any] = {"waits": [WaitState("server", "http://x", 940.0)]}
     found = blamed("generate", waiting_rank, process("actor", 1, [COMPUTES], **in_update, **server))
     assert "is not in the collective: it waits for the server http://x for 60 s" in found[0]
     found = blamed("update actor", waiting_rank, process("actor", 1, [ALL_REDUCE], **in_update))

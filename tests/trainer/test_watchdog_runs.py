@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ def test_a_stopped_rank_is_named(backend: str, overrides: list[str], tiny_run_fi
     try:
         while (status := read_status(run) or {}).get("step", 0) < 2 or not (rank := _rank(status)):
             assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.1)
         os.kill(rank["pid"], signal.SIGSTOP)
         _, errors = process.communicate(timeout=120)
     finally:
