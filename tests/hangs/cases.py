@@ -279,6 +279,12 @@ def _method(name: str, how: How, phase: str, *configs: str) -> Kind:
     return Kind(Plant(f"method:{name}", how, rank=1), configs, culprit, (phase,), settings=SHIM)
 
 
+def _stopped(name: str, *configs: str, settings: tuple[str, ...] = SHIM) -> Kind:
+    rank = name.replace("_", " ")
+    own = Kind(Plant("none"), configs, (f"{rank} (pid {{pid}}",), ("",), stack="", settings=settings, stop=name)
+    return replace(own, also=(f"actor_rollout {rank}",))
+
+
 def _write(where: str, name: str, phase: str, *configs: str, settings: tuple[str, ...] = SHIM, rank: int = 0) -> Kind:
     return Kind(Plant(where, rank=rank), configs, ("the file", name), (phase,), settings=settings)
 
@@ -382,16 +388,9 @@ KINDS: dict[str, Kind] = {
         ("read a batch", "generate"),
         settings=LOADER,
     ),
-    "stopped rank": Kind(
-        Plant("none"),
-        ("ray", "ray fully_async", "torchrun"),
-        ("rank 1 (pid {pid}",),
-        ("",),
-        also=("actor_rollout rank 1",),
-        stack="",
-        settings=SHIM,
-        stop="rank_1",
-    ),
+    "stopped rank": _stopped("rank_1", "ray"),
+    "stopped worker": _stopped("rank_0", "ray fully_async"),
+    "torchrun: stopped rank": _stopped("rank_1", "torchrun", settings=SFT_SHIM),
     "rank that hangs before a collective": _method("update_actor", "sleep", "update actor", "ray"),
     "rank that hangs in generation": _method("generate_sequences", "loop", "generate", "ray"),
     "rank with a deadlock": _method("save_checkpoint", "lock", "save checkpoint", "ray"),
@@ -403,7 +402,12 @@ KINDS: dict[str, Kind] = {
         stack="in barrier",
         settings=SHIM,
     ),
-    "stalled write of a checkpoint": _write("fsync:global_step", "global_step", "save checkpoint", "local", "ray"),
+    "stalled write of a checkpoint": _write(
+        "fsync:global_step", "global_step", "save checkpoint", "local", "colocated"
+    ),
+    "Ray: stalled write of a checkpoint": replace(
+        _write("fsync:global_step", "global_step", "save checkpoint", "ray", rank=1), also=("actor_rollout rank 1",)
+    ),
     "stalled write of metrics.jsonl": _write("metrics", "metrics.jsonl", "log metrics", "local", "colocated", "agents"),
     "stalled write of rollouts": _write(
         "fsync:dumps", "dumps", "write rollouts", "local", settings=(*SHIM, "trainer.rollout_data_dir=dumps")

@@ -19,7 +19,7 @@ CASES = [
     Case("tool that never returns", "agents", 2),
     Case("data-loader process that hangs", "local", 2),
     Case("stalled write of metrics.jsonl", "local", 3),
-    Case("deadlocked rollout thread", "one_step_off", 2),
+    Case("judge that never answers", "fully_async", 2),
 ]
 
 
@@ -55,8 +55,8 @@ def test_a_hang_that_ends_by_itself_is_reported_and_the_run_goes_on(lab: HangLab
     settings = ("trainer.on_hang=warn", "trainer.watchdog.min_deadline_s=2")
     ended = lab.train("local", tmp_path, Plant("reward", seconds=5.0), settings)
     assert ended.code == 0 and not ended.left, ended.stderr
-    (report,) = reports(tmp_path)
-    assert "user/reward.py:compute_score" in report and "in hang_here" in report
+    first, *repeated = reports(tmp_path)  # repeated after twice the time
+    assert len(repeated) <= 1 and "user/reward.py:compute_score" in first and "in hang_here" in first
     assert "the run goes on, after it was stuck: no progress in 'rewards" in ended.stderr
 
 

@@ -36,6 +36,7 @@ def test_a_reward_that_never_returns_stops_the_run_with_code_3(overrides: list[s
     (tmp_path / "stuck.py").write_text(STUCK_REWARD.format(calls=str(tmp_path / "calls")))
     watched = ["trainer.on_hang=stop", "trainer.watchdog.deadlines_s={rewards: 2}", "trainer.save_freq=1"]
     reward = [f"custom_reward_function.path={tmp_path}/stuck.py", "trainer.val_before_train=false"]
+    reward += ["trainer.audit.reward_probe=off"]
     program = Program("lockstep.trainer.main_ppo", [*overrides, *watched, *reward], tmp_path)
     assert program.wait() == 3
     error = program.stderr.splitlines()[-1]
@@ -44,7 +45,10 @@ def test_a_reward_that_never_returns_stops_the_run_with_code_3(overrides: list[s
     (report,) = (tmp_path / "run" / "hangs").iterdir()
     assert f"Report: {report}" in program.stderr
     text = report.read_text()
-    for part in ("Who is stuck", "controller", "controller rank 0: step", "Thread MainThread", "worker_pool.py"):
+    assert re.search(r"1\. the reward .*stuck.py:compute_score, row \d of 4 \(pid \d+\) has not answered for", text), (
+        text
+    )
+    for part in ("controller rank 0: step", "Thread MainThread", "worker_pool.py", "in compute_score"):
         assert part in text, text
     status = read_status(tmp_path / "run")
     assert status is not None and status["state"] == "failed"

@@ -13,6 +13,7 @@ import logging
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from lockstep.observability.watchdog.slow import SlowWaits
 from lockstep.observability.watchdog.verdict import PASSIVE, Culprit, Seen, Stuck, culprits, sentence
 from lockstep.utils import heartbeat, spans
 from lockstep.utils.heartbeat import CONTROLLER, PhaseState, ProcessState, WaitState
-from lockstep.utils.progress import by_thread, completed
+from lockstep.utils.progress import by_thread, completed, is_completed
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +87,11 @@ class Watchdog:
         self.stuck: str | None = None
         self.reporters = Reporters(host)
         self._on_hang = on_hang
-        self._deadlines = Deadlines(config)
+        self._deadlines = Deadlines(config, lambda name: name == BETWEEN or is_completed(name))
         self._slow = SlowWaits()
         self._threads: dict[int, _Thread] = {}
         self._run_thread = 0
+        self._has_failed = False
         self._ticked = 0.0
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -138,8 +140,10 @@ class Watchdog:
         while not self._is_over.wait(INTERVAL_S):
             try:
                 self.look(time.monotonic())
-            except Exception:  # the run must not suffer
-                logger.debug("the watchdog failed", exc_info=True)
+            except Exception:  # noqa: BLE001 - the run must not suffer
+                if not self._has_failed:
+                    _bounded(partial(logger.warning, "the watchdog failed: %s", traceback.format_exc()))
+                self._has_failed = True
 
     def look(self, now: float) -> None:
         """Note signs of progress, and report what is stuck."""

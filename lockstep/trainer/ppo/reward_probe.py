@@ -19,6 +19,7 @@ from lockstep.rewards.errors import RewardError
 from lockstep.rewards.managers import NaiveRewardManager
 from lockstep.trainer.ppo.sampling import EXTRA_KEYS, RewardFn
 from lockstep.utils.audit import Audits
+from lockstep.utils.progress import phase
 from lockstep.utils.state_file import encode, has_state, load_state, save_state
 
 logger = logging.getLogger(__name__)
@@ -96,9 +97,9 @@ class RewardProbe:
     def _score(self, rows: DataProto) -> list[float]:
         assert self.reward_fn is not None
         scored = rows.select_idxs(list(range(len(rows))))  # what a function does to its batch stays there
-        scored.tensors["token_level_scores"] = torch.as_tensor(
-            self.reward_fn(scored, return_dict=True)["reward_tensor"]
-        )
+        with phase("rewards"):
+            scores = self.reward_fn(scored, return_dict=True)["reward_tensor"]
+        scored.tensors["token_level_scores"] = torch.as_tensor(scores)
         return [float(score) for score in row_sums(scored.tensors, "token_level_scores").tolist()]
 
     def save(self, folder: Path) -> None:

@@ -17,6 +17,7 @@ from lockstep.observability.jsonl import METRICS_FILE
 from lockstep.observability.run_folder import CONFIG, HISTORY, JOURNAL, JOURNAL_EVENTS
 from lockstep.observability.timeline import TIMELINE_FILE
 from lockstep.trainer.run.remote_store import Cancelled, RemoteStore, StoreError
+from lockstep.utils.progress import phase
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class RemoteCopies:
         """
         try:
             if kind is None or issubclass(kind, Exception):
-                self._wait(has_failed=kind is not None)
+                with phase("copy the last checkpoint"):
+                    self._wait(has_failed=kind is not None)
         finally:
             with self._changed:
                 self._cancelled = True
