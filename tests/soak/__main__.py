@@ -21,7 +21,7 @@ NUM_SAMPLES = 100
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    names = [name for name in SETTINGS if options.run in name]
+    names = [name for name in SETTINGS if name.startswith(options.run)]
     failed = False
     with tempfile.TemporaryDirectory(prefix="lockstep-soak-") as folder:
         files = Path(folder) / "files"

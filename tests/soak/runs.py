@@ -73,7 +73,8 @@ def start(name: str, files: Path, run_dir: Path, num_steps: int, save_freq: int)
         *(agents if "agents" in name else []),
     ]
     with open(f"{run_dir}.txt", "wb") as output:
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        modules = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": modules}
         return subprocess.Popen(
             command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=variables, start_new_session=True
         )
