@@ -41,15 +41,15 @@ Values = Mapping[str, Any]
 """Dotted key to value."""
 
 _FIXED_VALUES: dict[str, tuple[Any, str]] = {
-    "async_save": (False, "checkpoints are written before training continues; set false"),
-    "hybrid_engine": (True, "set true, and trainer.placement=split to separate actor and rollout"),
+    "checkpoint.async_save": (False, "set false, and trainer.async_save=true to save in the background"),
+    "actor_rollout_ref.hybrid_engine": (True, "set true, and trainer.placement=split to separate actor and rollout"),
 }
-"""Field name, in any section, to its only supported value and what to set."""
+"""Section and field, below any other section, to the only supported value and what to set."""
 
 
 def fixed_values(values: Values) -> Iterator[Problem]:
     for name, value in values.items():
-        only, hint = _FIXED_VALUES.get(name.rsplit(".", 1)[-1], (value, ""))
+        only, hint = _FIXED_VALUES.get(".".join(name.rsplit(".", 2)[-2:]), (value, ""))
         if value != only:
             yield Problem(name, value, f"{NOT_SUPPORTED}: {hint}")
 

@@ -156,4 +156,4 @@ class CheckpointConfig:
     load_contents: list[CheckpointPart] = field(default_factory=lambda: ["model", "optimizer", "extra"])
     """Parts that are loaded on resume."""
     async_save: bool = False
-    """Must be false: checkpoints are written before training continues."""
+    """Must be false; `trainer.async_save` saves in the background."""

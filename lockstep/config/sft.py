@@ -127,6 +127,10 @@ class SupervisedTrainerConfig:
     """Validate every this many steps and after the last one; -1 never validates."""
     save_freq: SaveFrequency = -1
     """Save every this many steps and after the last one; -1 saves only after the last one, 0 never."""
+    async_save: bool = False
+    """Go on training while a checkpoint is brought to disk: only writing its files stops the training; syncing, checksums and the
+    final rename follow in the background, until the next save or the end of the run. A crash meanwhile loses that checkpoint, and
+    no earlier one."""
     resume_mode: ResumeMode = "auto"
     """auto resumes from the newest checkpoint in `default_local_dir` or `default_hdfs_dir`, resume_path from `resume_from_path`."""
     resume_from_path: str | None = None

@@ -212,10 +212,10 @@ def _bucket_sums(distance: Tensor, chosen: Tensor) -> Tensor:
     lengths = ((place + 1) * chosen).amax(1, keepdim=True)  # up to the last sampled token
 
     def sums_of(is_in: Tensor) -> Tensor:
-        """(B, 3) double."""
-        return torch.stack([(values * is_in).sum(1, dtype=torch.float64) for values in numbers], 1)
+        """(B, 3) in float64, so that differences of them are exact enough."""
+        return torch.stack([(values * is_in).sum(1) for values in numbers], 1).double()
 
-    total = torch.stack([values.sum(1, dtype=torch.float64) for values in numbers], 1)
+    total = torch.stack([values.sum(1) for values in numbers], 1).double()
     none = torch.zeros_like(total)
     starts = [
         torch.full_like(lengths, NUM_FIRST),

@@ -273,7 +273,8 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             findings = self._ref_audit.check(data.meta_info.get("audit", {}), rows, temperature=self._temperature)
             out = self._log_probs(self.ref, self.config.ref, data)
         outputs = data.outputs({"ref_log_prob": out["log_probs"]})
-        outputs.meta_info["findings"] = findings
+        if findings:
+            outputs.meta_info["findings"] = findings
         return outputs
 
     def _log_probs(

@@ -53,7 +53,7 @@ def is_read(key: Key, reads: set[tuple[str, str]]) -> bool:
 
 
 def is_explained(key: Key, followed: set[str]) -> bool:
-    has_one_value = key.field in _FIXED_VALUES or len(get_args(key.annotation)) == 1
+    has_one_value = ".".join(key.name.rsplit(".", 2)[-2:]) in _FIXED_VALUES or len(get_args(key.annotation)) == 1
     explained = (*READ_ELSEWHERE, *NEVER_READ, *NEVER_READ_IN_SFT, *NEVER_READ_IN_GENERATION)
     return has_one_value or key.name in followed or not {key.name, key.field}.isdisjoint(explained)
 

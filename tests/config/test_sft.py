@@ -117,7 +117,7 @@ def test_problems_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "data.max_token_len_per_gpu=1000": "max_token_len_per_gpu=1000: a sequence can have 1024 tokens (data.max_length)",
         "model.fsdp_config.ulysses_sequence_parallel_size=3": "=3: does not divide the number of processes (2",
         "model.fsdp_config.fsdp_size=3": "fsdp_size=3: does not divide the number of processes (2)",
-        "trainer.checkpoint.async_save=true": "not supported: checkpoints are written before training continues",
+        "trainer.checkpoint.async_save=true": "not supported: set false, and trainer.async_save=true",
         "trainer.logger=[consol]": "trainer.logger=consol: no such tracker; did you mean console?",
         "trainer.resume_mode=resume_path": "trainer.resume_from_path: must be the global_step_N folder",
         "model.strategy=megatrn": "model.strategy=megatrn: no such name. Did you mean 'megatron'?",

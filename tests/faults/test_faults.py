@@ -27,6 +27,9 @@ CASES = [
     Case("file missing in a checkpoint", "filter_groups", 0.9, 0),
     Case("killed reward worker", "ppo", 0.5, 0),
     Case("killed data-loader worker", "grpo", 0.5, 0),
+    Case("killed agent worker", "agents", 0.9, 0),
+    Case("pre-emption", "ppo", 0.5, 0),
+    Case("pre-emption at an event", "grpo", 0.6, 0),
 ]
 
 

@@ -1,5 +1,7 @@
 """The audits find what they are there for."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,19 @@ def test_a_number_that_is_not_finite_is_named_with_its_row(batch: DataProto) -> 
 def test_a_masked_place_may_hold_anything(batch: DataProto) -> None:
     batch.tensors["advantages"][:, 2] = float("inf")
     check_finite(Audits({}), batch, "advantages")
+
+
+def test_levels_decide_what_becomes_of_a_finding(batch: DataProto) -> None:
+    batch.tensors["values"][0, 0] = float("nan")
+    with pytest.raises(AuditError) as stopped:
+        check_finite(Audits({"finite": "stop"}), batch, "values")
+    assert pickle.loads(pickle.dumps(stopped.value)).audit == "finite"  # from a worker's process
+    audits = Audits({"finite": "warn"})
+    check_finite(audits, batch, "values")
+    assert audits.log(lambda name, message: f"; {name} is kept") == {"audit/finite": 1.0}
+    silent = Audits({"finite": "off"})
+    check_finite(silent, batch, "values")
+    assert silent.log() == {}
 
 
 def test_rollouts_of_another_policy_version(batch: DataProto) -> None:

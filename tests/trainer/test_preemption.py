@@ -4,11 +4,14 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lockstep.engines.rollout.rollout_engine import RolloutEngine
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.run import preemption
@@ -70,6 +73,19 @@ def untimed(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.startswith(("time", "timing", "perf/"))} for row in rows]
 
 
+def signalled(original: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The method, which gets SIGTERM at the begin of its call with this number."""
+    calls = count(1)
+
+    def method(*args: Any) -> Any:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # the handler runs here, and the timer of a grace without patience
+        return original(*args)
+
+    return method
+
+
 def test_stops_in_generation_in_the_update_and_in_validation(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,31 +97,15 @@ def test_stops_in_generation_in_the_update_and_in_validation(
         return main([*overrides, *settings, f"trainer.default_local_dir={tmp_path / name}", *more])
 
     assert run("undisturbed") == 0
-    for phase, method, saved, lines in (
-        ("generation", "_generate_hook", 1, 1),
-        ("update", "_update", 2, 2),
-        ("validation", "_validate_now", 2, 1),
+    for phase, target, method, number, saved, lines in (
+        ("generation", RolloutEngine, "_run", 3, 1, 1),  # the first call is the engine's own check
+        ("update", PPOTrainer, "_update", 2, 2, 2),
+        ("validation", PPOTrainer, "_validate_now", 1, 2, 1),
     ):
         with monkeypatch.context() as patch:
-            if phase == "generation":
-                from lockstep.engines.rollout.rollout_engine import RolloutEngine
-
-                target: Any = RolloutEngine
-                name = "_run"
-            else:
-                target, name = PPOTrainer, method
-            original, calls = getattr(target, name), [0]
-
-            def hooked(self: Any, *args: Any, original: Any = original, calls: list[int] = calls, **kwargs: Any) -> Any:
-                calls[0] += 1
-                if calls[0] == (2 if original.__name__ != "_validate_now" else 1):
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    time.sleep(0.2)  # the handler runs here, and the timer of a grace without patience
-                return original(self, *args, **kwargs)
-
-            patch.setattr(target, name, hooked)
+            patch.setattr(target, method, signalled(getattr(target, method), number))
             assert run(phase, "trainer.preemption_grace_s=0.01") == 130
-        assert [path.name for path in (tmp_path / phase).glob("global_step_*")] == [f"global_step_{saved}"]
+        assert [path.name for path in (tmp_path / phase).glob("global_step_*")] == [f"global_step_{saved}"], phase
         assert len(untimed(tmp_path / phase)) == lines
         assert json.loads((tmp_path / phase / "status.json").read_text())["state"] == "stopped"
         assert run(phase) == 0

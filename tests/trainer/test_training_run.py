@@ -1,5 +1,7 @@
 """A run's folder: what it resumes from, when it saves, what it logs and in which order it closes."""
 
+import errno
+import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +15,9 @@ from lockstep.config.preference import DPOConfig
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.observability.run_folder import PLAN
 from lockstep.observability.status_file import read_status
+from lockstep.trainer.main_ppo import main
 from lockstep.trainer.run import training_run
+from lockstep.trainer.run.checkpoint import CheckpointStore, verify
 from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.run.training_run import LOADER_STATE, TRAINER_STATE, TrainingRun, num_training_steps
 from lockstep.utils.state_file import load_state
@@ -183,3 +187,66 @@ def test_a_validation_leaves_the_status_of_the_training(tmp_path: Path) -> None:
         run.claim()
         run.open(0, 3, {})
     assert read_status(tmp_path) is None and not (tmp_path / PLAN).exists()
+
+
+@pytest.mark.parametrize("cls", PROGRAMS)
+def test_background_saves(tmp_path: Path, cls: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save returns before the checkpoint is complete; the next save and the end wait for it, and raise what has failed."""
+    may_seal = threading.Event()
+    seal = CheckpointStore._seal
+
+    def delayed(store: CheckpointStore, staging: Path, step: int) -> None:
+        assert may_seal.wait(30)
+        seal(store, staging, step)
+
+    monkeypatch.setattr(CheckpointStore, "_seal", delayed)
+    with run_of(tmp_path, cls, "trainer.async_save=true") as run:
+        assert run.claim() is None
+        run.open(0, 4, {})
+        save(run, 1, {"loss": 1.0})
+        assert run.last_checkpoint is None and not (tmp_path / "global_step_1").exists()
+        threading.Timer(0.05, may_seal.set).start()
+        save(run, 2, {"loss": 0.5})  # waits for the first
+        assert (tmp_path / "global_step_1").is_dir()
+        assert run.done(2) == 0  # waits for the second
+        assert run.last_checkpoint == tmp_path / "global_step_2" and verify(run.last_checkpoint).step == 2
+
+        monkeypatch.setattr(CheckpointStore, "_seal", full_disk)
+        save(run, 3, {"loss": 0.2})
+        with pytest.raises(OSError, match=r"cannot save global_step_3 in trainer\.default_local_dir=.*No space left"):
+            run.finish_saving()
+        assert not list(tmp_path.glob(".staging-*")) and run.last_checkpoint == tmp_path / "global_step_2"
+        save(run, 4, {"loss": 0.1})
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == ["global_step_1", "global_step_2"]
+
+
+def full_disk(store: CheckpointStore, staging: Path, step: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_crash_during_a_background_save_loses_only_that_checkpoint(tmp_path: Path) -> None:
+    """What a killed process leaves: a staged folder that was not committed."""
+    with run_of(tmp_path) as first:
+        assert first.claim() is None
+        first.open(0, 3, {})
+        save(first, 1, {"loss": 1.0})
+        first.checkpoints.stage(2, lambda folder: (folder / "weights").write_text("w"))
+    assert list(tmp_path.glob(".staging-*"))
+    with run_of(tmp_path) as second:
+        assert second.claim() == (1, tmp_path / "global_step_1")
+    assert not list(tmp_path.glob(".staging-*"))
+
+
+WEIGHTS = ("model.safetensors", "optim_world_size_1_rank_0.pt", ".distcp")
+
+
+def test_a_run_that_saves_in_the_background_leaves_the_same_checkpoints(overrides: list[str], tmp_path: Path) -> None:
+    files = []
+    for name in ("false", "true"):
+        run = [f"trainer.async_save={name}", f"trainer.default_local_dir={tmp_path}/{name}", "trainer.save_freq=1"]
+        settings = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "trainer.val_before_train=false"]
+        assert main([*overrides, *settings, *run, "trainer.total_training_steps=2"]) == 0
+        manifests = [verify(tmp_path / name / f"global_step_{step}") for step in (1, 2)]
+        weights = [{file: e for file, e in m.files.items() if file.endswith(WEIGHTS)} for m in manifests]
+        files.append(weights)
+    assert files[0] == files[1] and len(files[0][1]) >= 2

@@ -111,11 +111,12 @@ class GradientNorms:
         """expected: the loss has a gradient that is not zero."""
         if norm == 0.0:
             return "the gradient is zero, though the loss is not constant: nothing is trained" if expected else None
-        usual = median(self._last) if len(self._last) >= self.NEEDED else math.inf
+        num_last = len(self._last)
+        usual = median(self._last) if num_last >= self.NEEDED else math.inf
         self._last.append(norm)
         if norm <= max(self.MULTIPLE * usual, clip_grad):
             return None
-        return f"the gradient norm is {norm:.4g}, {norm / usual:.0f} times the median of the last {len(self._last) - 1} steps"
+        return f"the gradient norm is {norm:.4g}, {norm / usual:.0f} times the median of the last {num_last} steps"
 
 
 class UpdateAudit:

@@ -267,7 +267,7 @@ def rollout_gap(audits: Audits, batch: DataProto, bound: GapBound, *, is_expecte
     gap = RolloutGap()
     for part in row_chunks(batch.tensors):
         mismatch: Tensor | None = read(part, "route_mismatch") if "route_mismatch" in part else None
-        gap.add(*(read(part, name) for name in ("rollout_log_probs", "old_log_probs", "response_mask")), mismatch)
+        gap.add(read(part, "rollout_log_probs"), read(part, "old_log_probs"), read(part, "response_mask"), mismatch)
     sums = gap.sums()
     if not is_expected and (problem := bound.problem(sums)) is not None:
         audits.found("rollout_gap", problem)

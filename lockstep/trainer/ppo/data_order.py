@@ -49,7 +49,7 @@ class DrawnPrompts:
         if self._indices is None:
             return
         for row, index in zip(self.loader.drawn, batch.non_tensor_batch[INDEX]):
-            if index != self._indices[row]:
+            if str(index) != str(self._indices[row]):
                 audits.found(
                     "data_order",
                     f"the sampler drew row {row} of the dataset, whose index is {self._indices[row]!r}, but the batch has index "

@@ -474,6 +474,8 @@ class PPOTrainer:
         state = {"num_updates": self.num_updates, "metrics": metrics} | kl | self.smaller.state()
         state |= {} if is_tested else {"is_tested": False}
         self.run.save(step, write, self.loader_state, state)
+        if self.config.trainer.async_mode is not None:  # the journal builds on a checkpoint that is complete
+            self.run.finish_saving()
         self.source.saved(step)
 
     def close(self) -> None:

@@ -239,7 +239,8 @@ class TaskRunner:
                 if not self._lowers(error):
                     raise
                 key, size = self.lowered[-1]
-                cause = f"{cause_of(error, trainer.config)}; restarting the workers with {key}={size}"
+                smaller = f"{key}={size}" if "." in key else f"trials of {size} rows (trainer.audit.micro_batch_split)"
+                cause = f"{cause_of(error, trainer.config)}; restarting the workers with {smaller}"
             else:
                 self.on_end(code)
                 return code
@@ -260,6 +261,7 @@ class TaskRunner:
             self.agents.close()
 
     def _close(self, trainer: PPOTrainer) -> None:
+        trainer.run.end_saving()
         self.last_checkpoint = trainer.run.last_checkpoint or self.last_checkpoint
         trainer.close()
 

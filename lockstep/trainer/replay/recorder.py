@@ -162,7 +162,7 @@ class PPORecorder(StepObserver):
         trainer.audits.add(findings)
         names = [name for columns in STAGES.values() for name in columns if name not in DERIVED]
         columns = {name: read(batch.tensors, name) for name in names if name in batch.tensors}
-        texts = [trainer.tokenizer.decode(row) for row in token_rows(batch.tensors, "responses")]
+        texts = [str(trainer.tokenizer.decode(row)) for row in token_rows(batch.tensors, "responses")]
         is_agent = "__num_turns__" in batch.non_tensor_batch or forks.OWNER in batch.tensors
         write_recording(self.folder, Recording(self.step, columns, texts, models, findings, is_agent))
 

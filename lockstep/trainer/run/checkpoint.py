@@ -15,7 +15,8 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -80,21 +81,38 @@ class CheckpointStore:
         self.least_sequence = 1
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Call `write(folder)` on an empty folder and commit the result as the checkpoint of `step`.
+        """Call `write(folder)` on an empty folder and commit the result as the checkpoint of `step`: `stage` and `commit`.
 
         If anything fails, the incomplete folder is removed, earlier checkpoints are unchanged, and the error is raised; file
         system errors name the config key.
         """
-        final = self.root / f"global_step_{step}"
-        staging = self._hidden("staging", final)
-        try:
+        self.stage(step, write)
+        return self.commit(step)
+
+    def stage(self, step: int, write: Callable[[Path], None]) -> None:
+        """Call `write` on a hidden folder. Its files may not be on disk yet."""
+        with self._removing_what_fails(step) as (staging, _):
             make_private_folder(self.root)
             _remove(staging)
             staging.mkdir()
             write(staging)
+
+    def commit(self, step: int) -> Path:
+        """Make the checkpoint of what was staged for `step`, once it is on disk."""
+        with self._removing_what_fails(step) as (staging, final):
             self._seal(staging, step)
             self._rename_into_place(staging, final)
             atomic_write_text(self.root / TRACKER, str(step))
+        self.prune(final)
+        return final
+
+    @contextmanager
+    def _removing_what_fails(self, step: int) -> Iterator[tuple[Path, Path]]:
+        """The hidden folder of a step, which is removed if the block raises, and its final one."""
+        final = self.root / f"global_step_{step}"
+        staging = self._hidden("staging", final)
+        try:
+            yield staging, final
         except Exception as error:
             explained = self._explain(error, final)
             shutil.rmtree(staging, ignore_errors=True)
@@ -104,8 +122,6 @@ class CheckpointStore:
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        self.prune(final)
-        return final
 
     def adopt(self, step: int, write: Callable[[Path], None]) -> Path:
         """Call `write(folder)`, which copies a whole checkpoint from elsewhere, and put it in the place of the local one."""

@@ -19,7 +19,7 @@ STATE = "smaller_micro_batches"
 
 
 class SmallerMicroBatches:
-    """sizes: config key -> tokens or sequences of a micro-batch, smaller than the key's value.
+    """sizes: config key (`num_rows` of an audit's trials) -> tokens or sequences of a micro-batch, smaller than the key's value.
 
     num_retries: mini-batches and passes that were computed again, and restarts.
     """
@@ -55,8 +55,9 @@ class SmallerMicroBatches:
         """Empty if there was always enough memory."""
         if not self.num_retries:
             return {}
-        names = {key: self._phases.get(key, key).replace(" ", "_").replace("-", "_") for key in self.sizes}
-        sizes = {f"perf/micro_batch_size/{names[key]}": float(size) for key, size in self.sizes.items()}
+        phases = {self._phases[key]: size for key, size in self.sizes.items() if key in self._phases}
+        names = {phase: phase.replace(" ", "_").replace("-", "_") for phase in phases}
+        sizes = {f"perf/micro_batch_size/{names[phase]}": float(size) for phase, size in phases.items()}
         return {"perf/out_of_memory_retries": float(self.num_retries)} | sizes
 
     def state(self) -> dict[str, Any]:
@@ -71,7 +72,7 @@ class SmallerMicroBatches:
         saved = state.get(STATE, {"sizes": {}, "num_retries": 0})
         self.num_retries += saved["num_retries"]
         for key, entry in saved["sizes"].items():
-            if key in self._configured and self._configured[key] == entry["configured"]:
+            if self._configured.get(key) == entry["configured"]:
                 self.sizes[key] = min(entry["size"], self.sizes.get(key, entry["size"]))
                 logger.info(
                     "%s=%d stays, after out of memory; another value of the key replaces it", key, self.sizes[key]

@@ -41,8 +41,9 @@ from lockstep.trainer.run.run_config import (
     store_of,
     write_run_config,
 )
+from lockstep.utils.background_call import BackgroundCall
 from lockstep.utils.heartbeat import Link, current_link
-from lockstep.utils.progress import phase
+from lockstep.utils.progress import phase, waiting
 from lockstep.utils.state_file import save_state
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class TrainingRun(ExitStack):
         self.store = store_of(config)
         self._copies: RemoteCopies | None = None
         self._has_saved = False
+        self._saving: BackgroundCall | None = None
         self.last_checkpoint: Path | None = None
         self.tracking: Any = None
         self._is_locked = False
@@ -292,14 +294,37 @@ class TrainingRun(ExitStack):
             save_state(folder / TRAINER_STATE, {"global_steps": step} | trainer, owner="the trainer")
             (folder / CONFIG).write_text(as_yaml(self.config))
 
+        self.finish_saving()
         self.tracking.sync()
         if self.store is not None:
             self.checkpoints.least_sequence = 1 + self.store.newest_sequence
-        self.last_checkpoint = self.checkpoints.save(step, write_all)
+        self.checkpoints.stage(step, write_all)
+        if self.config.trainer.async_save:
+            if self._saving is None:
+                self.callback(self.end_saving)
+            self._saving = BackgroundCall(lambda: self._commit(step), name="save")
+        else:
+            self._commit(step)
+
+    def _commit(self, step: int) -> None:
+        self.last_checkpoint = self.checkpoints.commit(step)
         logger.info("saved %s", self.last_checkpoint)
         if self._copies is not None:
             self._copies.submit(self.last_checkpoint)
             self._has_saved = True
+
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is complete (`trainer.async_save`); raises what has failed."""
+        if self._saving is not None:
+            with waiting("file", f"{self.folder}, the checkpoint that is being saved"):
+                self._saving.finish()
+
+    def end_saving(self) -> None:
+        """At the end of a run that may have failed already."""
+        try:
+            self.finish_saving()
+        except Exception as error:  # noqa: BLE001 - told, and earlier checkpoints are there
+            logger.warning("the last checkpoint could not be saved: %s", error)
 
     def _prune_copied(self) -> None:
         """Remove what `CheckpointStore.prune` has kept because it was being copied."""
@@ -309,12 +334,14 @@ class TrainingRun(ExitStack):
 
     def done(self, step: int) -> int:
         """Returns the exit code, as `stopped` does."""
+        self.finish_saving()
         if self._status is not None:
             self._status.ended("finished")
         logger.info("done: %d steps; output folder: %s", step, self.folder)
         return 0
 
     def stopped(self, step: int, by: str) -> int:
+        self.finish_saving()
         if self._status is not None:
             self._status.ended("stopped", f"stopped by {by} after step {step}")
         logger.warning("stopped by %s after step %d; run the same command to resume", by, step)

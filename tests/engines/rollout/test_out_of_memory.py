@@ -263,6 +263,10 @@ def cuda_memory() -> Iterator[Callable[[int], None]]:
     torch.cuda.empty_cache()
 
 
+def num_equal(completions: list[Completion], expected: list[Completion]) -> int:
+    return sum(c.token_ids == e.token_ids for c, e in zip(completions, expected))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("megabytes", [400, 200, 100])
@@ -278,6 +282,9 @@ def test_a_full_device(
     expected = engine.generate(requests)
     assert not engine.lowered_limits()
     engine.sleep()
+    other = embedded(model, max_num_seqs=48, max_num_batched_tokens=256, enforce_eager=eager)
+    usual = num_equal(other.generate(requests), expected)  # other batch sizes round differently, which may flip a token
+    other.sleep()
     engine = embedded(model, max_num_seqs=512, enforce_eager=eager)
     engine.generate(requests[:1])  # warm: kernels and libraries have their memory
     engine.sleep()
@@ -285,8 +292,7 @@ def test_a_full_device(
     completions = engine.generate(requests)
     assert engine.lowered_limits(), "memory has sufficed: the test needs a lower limit"
     assert_consistent(engine)
-    same = sum(c.token_ids == e.token_ids for c, e in zip(completions, expected))
-    assert same >= 0.98 * len(requests)  # other batch sizes round differently, which may flip a token
+    assert num_equal(completions, expected) >= usual - 0.1 * len(requests)
     torch.cuda.set_per_process_memory_fraction(1.0)
     engine.sleep()
     assert len(engine.generate(requests)) == len(requests)
