@@ -356,7 +356,7 @@ KINDS: dict[str, Kind] = {
     "agent loop that blocks its worker": Kind(
         Plant("loop"),
         ("agent workers", "async agent workers"),
-        ("agent worker ", "pid {pid}"),
+        ("agent worker ", "pid {pid}", "in hang_here"),
         ("generate", "validation"),
     ),
     "stopped agent worker": Kind(
