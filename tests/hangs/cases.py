@@ -156,8 +156,9 @@ def _wrong(case: Case, kind: Kind, ended: Ended, folder: Path, pid: int, seconds
     for line in lines:
         if "waits for it" in line:
             continue
+        blamed = line.partition(", says ")[0]  # after it comes the process that waits
         for name in NAMES:
-            if name in line and name not in allowed:
+            if name in blamed and name not in allowed:
                 return f"the verdict names {name!r}: {' / '.join(lines)}"
     report = reports(folder)[0]
     header = report.splitlines()[0]
@@ -355,7 +356,7 @@ KINDS: dict[str, Kind] = {
     "agent loop that blocks its worker": Kind(
         Plant("loop"),
         ("agent workers", "async agent workers"),
-        ("agent worker ", "pid {pid}"),
+        ("agent worker ", "pid {pid}", "in hang_here"),
         ("generate", "validation"),
     ),
     "stopped agent worker": Kind(

@@ -134,6 +134,9 @@ def test_without_anything_else_the_place_of_the_stuck_thread_is_named() -> None:
     assert blamed("generate", *agents, controller=asked)[0].startswith(
         "agent worker rank 1 (pid 101, host) is at /code"
     )
+    receives = Stack("MainThread", 3, [("/code/agent_worker.py", 1, "all_messages")])
+    blocked = process("agent worker", 1, [receives, COMPUTES])
+    assert "is at /code/model.py" in blamed("generate", blocked, controller=asked)[0]
     assert sentence([]) == ""
 
 

@@ -29,6 +29,8 @@ WORKER_PHASES = frozenset({*PHASES.values(), "reward model", "load models", "loa
 """Phases in which the controller waits for calls of workers."""
 PASSIVE = ("worker", "queue")
 """Kinds of waits for another process or thread of the run, which is the one to blame."""
+IDLE = {("agent_worker.py", "all_messages"), ("message_process.py", "_forward")}
+"""File and function in which threads of agent workers wait for messages."""
 MAX_NAMED = 4
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -194,7 +196,7 @@ def _at(stacks: Sequence[Stack]) -> str:
     """The innermost line outside of libraries of the first thread that has one, and what it calls there."""
     for stack in stacks:
         place = next((frame for frame in stack.frames if is_own_code(frame)), None)
-        if place is not None:
+        if place is not None and (os.path.basename(place[0]), place[2]) not in IDLE:
             inner = stack.frames[0]
             inside = "" if inner == place else f" (in {inner[2]})"
             return f" at {place[0]}:{place[1]} in {place[2]}{inside}"
