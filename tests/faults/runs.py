@@ -314,13 +314,14 @@ def result(run_dir: Path) -> dict[str, Any]:
     Checksums of the last checkpoint's files (weights, optimizer, random states, loader state), and all metrics except timings.
     """
     manifest = json.loads((run_dir / f"global_step_{STEPS}" / "manifest.json").read_text())
-    is_on_ray = "actor/extra_rank_1.json" in manifest["files"]  # its processes do not seed Python's `random`
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    # its processes do not seed Python's `random`; a separate rollout is on Ray too
+    is_on_ray = "actor/extra_rank_1.json" in manifest["files"] or "weight_sync/gb" in rows[-1]
     files = {
         name: entry["sha256"]
         for name, entry in manifest["files"].items()
         if Path(name).name not in NOT_COMPARED and not (is_on_ray and "extra_rank" in name)
     }
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     untimed = [{key: value for key, value in row.items() if not key.startswith(OWN_METRICS)} for row in rows]
     if any("num_turns/mean" in row for row in rows):  # the last bits depend on which requests were decoded together
         untimed = [{k: v for k, v in row.items() if not k.startswith("training/rollout_")} for row in untimed]
