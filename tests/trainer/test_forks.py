@@ -295,6 +295,7 @@ def test_the_gradient_is_that_of_a_loop_over_the_trajectories(
     monkeypatch.setattr(engine, "schedule_step", lambda: None)
     laid_out = lay_out(batch, MiniBatches(6), 1, balance=False)
     laid_out.meta_info["rollout_gap"] = "none"
+    laid_out.meta_info["audit"] = dict.fromkeys(("gradient", "optimizer_steps"), "off")  # `keep` takes no step
     group.update_actor(laid_out).get()
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
