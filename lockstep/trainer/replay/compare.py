@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,7 +60,7 @@ def compare_metrics(
     *,
     is_agent: bool = False,
     rounds: bool = False,
-    left_out: tuple[str, ...] = (),
+    left_out: Sequence[str] = (),
 ) -> list[MetricChange]:
     """Every metric that is compared, largest relative difference first.
 

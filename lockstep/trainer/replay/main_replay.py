@@ -98,8 +98,8 @@ def _replay_and_check(options: argparse.Namespace) -> int:
     with _scratch(options) as folder:
         metrics = replay(to_replay, folder, local=local)
         recording = read_recording(folder)
-        left_out = ("training/epoch",) if to_replay.journal is not None else ()  # how far the data was drawn ahead
-        left_out += ("global_seqlen/",) if local else ()  # tokens per rank
+        left_out = ["training/epoch"] if to_replay.journal is not None else []  # how far the data was drawn ahead
+        left_out += ["global_seqlen/"] if local else []  # tokens per rank
         changes = compare_metrics(
             *(run.metrics[to_replay.step], metrics), is_agent=recording.is_agent, rounds=bool(local), left_out=left_out
         )

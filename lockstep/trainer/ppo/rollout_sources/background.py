@@ -131,7 +131,7 @@ class BackgroundRollout:
             for task in tasks:
                 self._loop.call_soon_threadsafe(task.cancel)
 
-        name = f"rollout thread, {coroutine.__name__.strip('_')}"
+        name = f"rollout thread, {getattr(coroutine, '__name__', 'call').strip('_')}"
         with waiting("queue", name), step_stop.given_up_by(cancel):
             result = asyncio.run_coroutine_threadsafe(cancellable(), self._loop).result()
             then(result)
