@@ -21,9 +21,9 @@ from lockstep.models.split_weights import split_of
 from lockstep.protocol.columns import Batch
 from lockstep.utils.audit import Audits
 from lockstep.utils.distributed import merged_over_ranks, summed_over_ranks
-from lockstep.utils.fingerprint import fingerprint
+from lockstep.utils.fingerprint import fingerprint, fingerprints
 
-SAMPLE_TENSORS, SAMPLE_BYTES = 8, 2**26
+SAMPLE_TENSORS, SAMPLE_BYTES = 4, 2**26
 """Tensors that are checksummed after an update: at most so many, and no more once they have this size."""
 PIECE_BYTES = 2**24
 """Bytes of a tensor that are enough to see whether training changed it."""
@@ -59,13 +59,14 @@ class Unchanged:
         return self._noted is not None
 
     def note(self, tensors: Mapping[str, Tensor]) -> None:
-        self._noted = {name: fingerprint(tensor) for name, tensor in tensors.items()}
+        self._noted = dict(zip(tensors, fingerprints(tensors.values())))
 
     def changed(self, tensors: Mapping[str, Tensor]) -> list[str]:
         """Those of the sample that differ from what was noted."""
         noted = self._noted or {}
         chosen = self._rotation.choose({name: tensor for name, tensor in tensors.items() if name in noted})
-        return [name for name in chosen if fingerprint(tensors[name]) != noted[name]]
+        found = fingerprints(tensors[name] for name in chosen)
+        return [name for name, value in zip(chosen, found) if value != noted[name]]
 
 
 class Changing:
@@ -84,11 +85,12 @@ class Changing:
             starts = (self._next, self._next + len(names) // 2)
             names = [names[(start + i) % len(names)] for start in starts for i in (0, 1)]
             self._next += 1
-        self._noted = {name: fingerprint(_piece(tensors[name])) for name in names}
+        self._noted = dict(zip(names, fingerprints(_piece(tensors[name]) for name in names)))
 
     def none_changed(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether no tensor of any rank has changed since it was noted. Collective."""
-        changed = sum(fingerprint(_piece(tensors[name])) != value for name, value in self._noted.items())
+        found = fingerprints(_piece(tensors[name]) for name in self._noted)
+        changed = sum(now != before for now, before in zip(found, self._noted.values()))
         num_changed, num_noted = summed_over_ranks(changed, len(self._noted))
         were_all = self._all
         self._all = num_noted > 0 and num_changed == 0
