@@ -99,7 +99,14 @@ def test_stops_in_generation_in_the_update_and_in_validation(
     assert run("undisturbed") == 0
     for phase, target, method, number, saved, lines in (
         ("generation", RolloutEngine, "_run", 3, 1, 1),  # the first call is the engine's own check
-        ("update", PPOTrainer, "_update", 2, 2, 2),
+        (
+            "update",
+            PPOTrainer,
+            "_update",
+            2,
+            2,
+            1,
+        ),  # no time for the validation either, so the step is logged on resume
         ("validation", PPOTrainer, "_validate_now", 1, 2, 1),
     ):
         with monkeypatch.context() as patch:

@@ -322,8 +322,8 @@ class PPOTrainer:
         """The metrics of a validation; None if `trainer.preemption_grace_s` leaves no time for it."""
         if interrupt.patience is None:
             return self._validate()
-        interrupt.patience.validation_begins()
         try:
+            interrupt.patience.validation_begins()
             metrics = self._validate()
             step_stop.commit()
         except KeyboardInterrupt:
