@@ -269,7 +269,7 @@ def num_equal(completions: list[Completion], expected: list[Completion]) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("megabytes", [400, 200, 100])
+@pytest.mark.parametrize("megabytes", [200, 150, 100])
 def test_a_full_device(
     cuda_memory: Callable[[int], None], eager: bool, megabytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
