@@ -144,7 +144,7 @@ class Lab:
             "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TMPDIR": self._ray_logs.name,
-            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
             MARK: self.mark,
         }
         self.run_variables: dict[str, str] = {}
