@@ -31,6 +31,8 @@ PASSIVE = ("worker", "queue")
 """Kinds of waits for another process or thread of the run, which is the one to blame."""
 IDLE = {("agent_worker.py", "all_messages"), ("message_process.py", "_forward")}
 """File and function in which threads of agent workers wait for messages."""
+IDLE_FILES = ("/selectors.py", "/queue.py", "/concurrent/futures/thread.py")
+"""Where a thread waits for work."""
 MAX_NAMED = 4
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -193,14 +195,19 @@ def _in_call(process: Seen) -> str:
 
 
 def _at(stacks: Sequence[Stack]) -> str:
-    """The innermost line outside of libraries of the first thread that has one, and what it calls there."""
-    for stack in stacks:
+    """The innermost line outside of libraries of the first thread that has one, and what it calls there; idle threads come last."""
+    for stack in sorted(stacks, key=_is_idle):
         place = next((frame for frame in stack.frames if is_own_code(frame)), None)
         if place is not None and (os.path.basename(place[0]), place[2]) not in IDLE:
             inner = stack.frames[0]
             inside = "" if inner == place else f" (in {inner[2]})"
             return f" at {place[0]}:{place[1]} in {place[2]}{inside}"
     return ""
+
+
+def _is_idle(stack: Stack) -> bool:
+    """Whether the thread is one of an event loop or a pool that has nothing to do."""
+    return any(frame[0].endswith(IDLE_FILES) for frame in stack.frames[:2])
 
 
 def is_own_code(frame: Frame) -> bool:
