@@ -42,7 +42,7 @@ OF_ONE_SECTION = {
 @pytest.fixture(scope="module")
 def reads() -> set[tuple[str, str]]:
     sources = [path.read_text() for path in Path(lockstep.__file__).parent.rglob("*.py")]
-    audits = {name for source in sources for name in re.findall(r'\b(?:found|checks)\(\s*"(\w+)"', source)}
+    audits = {name for source in sources for name in re.findall(r'\b(?:found|checks|problem)\(\s*"(\w+)"', source)}
     named = {(cls, name) for name in audits for cls in ("SupervisedAuditConfig", "AuditConfig")}
     return fields_read(source for source in sources if "onfig" in source) | named
 

@@ -77,7 +77,7 @@ def assert_ended(pids: set[int]) -> None:
 
 def comparable(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What does not depend on times, nor on which requests were decoded together: the rollout's log-probs do, by 1e-7."""
-    others = ("time", "timing", "perf/", "training/rollout_")
+    others = ("time", "timing", "perf/", "training/rollout_", "training/agent_workers_replaced")
     return [{name: value for name, value in step.items() if not name.startswith(others)} for step in steps]
 
 

@@ -24,6 +24,8 @@ READ_ON_RESUME = (
     "manifest.json",
     "data.json",
     "trainer_state.json",
+    "reward_probe.json",
+    "reward_probe.safetensors",
     "actor/extra_rank_0.json",
     "actor/extra_rank_0.safetensors",
     "actor/shards/.metadata",

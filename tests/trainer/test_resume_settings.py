@@ -190,9 +190,9 @@ def test_folder_of_a_killed_run_is_mended(
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join([lines[0], *lines[2:]]))
     events: list[str] = []
-    sync, save = Tracking.sync, CheckpointStore.save
+    sync, save = Tracking.sync, CheckpointStore.stage
     monkeypatch.setattr(Tracking, "sync", lambda self: (events.append("sync"), sync(self))[1])
-    monkeypatch.setattr(CheckpointStore, "save", lambda self, *args: (events.append("save"), save(self, *args))[1])
+    monkeypatch.setattr(CheckpointStore, "stage", lambda self, *args: (events.append("save"), save(self, *args))[1])
     assert resume(saved_run, run) == 0
     assert events == ["sync", "save"]
     assert sorted(path.name for path in run.iterdir() if path.name.startswith(".")) == [".run.lock"]

@@ -194,7 +194,7 @@ class PPOTrainer:
                     with marked_timer("testing", timing):
                         tested = self._validated(interrupt)
             metrics |= (tested or {}) | self._step_metrics(batch, timing)
-            metrics |= self.audit.log() | self._out_of_memory_metrics()
+            metrics |= self.audit.log()
             if tested is None:
                 self._save_checkpoint(metrics, is_tested=False)
                 return run.stopped(self.global_steps, interrupt.by)
@@ -262,7 +262,7 @@ class PPOTrainer:
         )
         self.observer.updating(self, chosen)
         step_stop.commit()
-        metrics |= self._update(chosen, timing)
+        metrics |= self._update(chosen, timing) | self._out_of_memory_metrics()
         self.observer.updated(self, batch)
 
         if (folder := config.trainer.rollout_data_dir) is not None:
