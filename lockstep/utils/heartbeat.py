@@ -48,6 +48,8 @@ MAX_ATTEMPTS = 5
 """Connections in a row that may fail."""
 CONNECT_TIMEOUT_S = 30.0
 RECONNECT_S = 5.0
+CONNECTION_ERRORS = (OSError, EOFError, ValueError, AuthenticationError, AssertionError)
+"""The other process or the network has ended, or a stranger is at the port."""
 
 POLLS = frozenset({"advance_generation"})
 """Calls of workers that are repeated while nothing happens: their end is no sign of progress."""
@@ -369,8 +371,7 @@ def _report(link: Link, role: str, rank: int) -> None:
     num_failed = 0
     while num_failed < MAX_ATTEMPTS:
         num_failed += 1
-        # the controller has ended, or the network
-        with suppress(OSError, EOFError, ValueError, AuthenticationError), _connect(link) as connection:
+        with suppress(*CONNECTION_ERRORS), _connect(link) as connection:
             num_failed = 0
             _serve(connection, role, rank)
         time.sleep(RECONNECT_S)

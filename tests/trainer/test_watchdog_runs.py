@@ -111,9 +111,14 @@ def test_the_end_of_a_stuck_run_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(hang_exit, "UNWIND_S", 0.0)
     monkeypatch.setattr(hang_exit, "EXIT_S", 0.05)
     monkeypatch.setattr(hang_exit, "force_exit", lambda message: ended.set())
-    HangExit(False, lambda verdict: bool(stalled.wait(30)) and None).end("no progress")  # a disk that does not answer
+
+    def write(*_: object) -> None:
+        """To a disk that does not answer."""
+        stalled.wait(30)
+
+    HangExit(False, write).end("no progress")
     assert ended.wait(10)
-    saving = BackgroundCall(lambda: bool(stalled.wait(30)) and None, name="save")
+    saving = BackgroundCall(write, name="save")
     with pytest.raises(TimeoutError, match=r"not complete after 0\.05 s"):
         saving.finish(0.05)
     stalled.set()

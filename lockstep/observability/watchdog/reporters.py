@@ -12,7 +12,6 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
@@ -190,7 +189,7 @@ class Reporters:
                 time.sleep(ACCEPT_RETRY_S)
 
     def _begin(self, made: socket.socket) -> None:
-        with suppress(OSError, EOFError, AuthenticationError), made:  # a stranger at the port
+        with suppress(*heartbeat.CONNECTION_ERRORS), made:
             connection = heartbeat.as_connection(made)
             with connection:
                 with heartbeat.timed(made):
