@@ -6,6 +6,7 @@ import pickle
 import select
 import signal
 import subprocess
+import threading
 import time
 import weakref
 from collections import deque
@@ -57,6 +58,8 @@ class WorkerProcess:
         self._incoming = bytearray()
         self.function_pid = 0
         self._stack_fd, fd = os.pipe()
+        os.set_blocking(self._stack_fd, False)
+        self._stack_lock = threading.Lock()
         start = functools.partial(start_module, worker.__name__, os.getpid(), fd, pass_fds=(fd,), bufsize=0)
         try:
             starting = _starter(os.getpid()).submit(start, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -159,17 +162,22 @@ class WorkerProcess:
             return ""
         if is_stopped(self.function_pid):
             return STOPPED
-        with suppress(ProcessLookupError):
-            os.kill(self.function_pid, worker.DUMP_STACK)
-        dump, timeout_s, poll = b"", STACK_TIMEOUT_S, select.poll()
-        poll.register(self._stack_fd, select.POLLIN)
-        while poll.poll(1000 * timeout_s) and (data := os.read(self._stack_fd, 1 << 16)):
-            dump, timeout_s = dump + data, 0.05
+        with self._stack_lock:  # also called by the watchdog
+            if not self._end.alive:
+                return ""
+            with suppress(ProcessLookupError):
+                os.kill(self.function_pid, worker.DUMP_STACK)
+            dump, timeout_s, poll = b"", STACK_TIMEOUT_S, select.poll()
+            poll.register(self._stack_fd, select.POLLIN)
+            with suppress(BlockingIOError):
+                while poll.poll(1000 * timeout_s) and (data := os.read(self._stack_fd, 1 << 16)):
+                    dump, timeout_s = dump + data, 0.05
         return dump.decode(errors="replace")
 
     def kill(self) -> str:
         """Kill the process and what it started; return how it ended."""
-        self._end()
+        with self._stack_lock:
+            self._end()
         code = self.process.returncode
         number = code - worker.SIGNAL_EXIT_CODE
         return how_it_ended(-number if number in set(signal.Signals) else code)

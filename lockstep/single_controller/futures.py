@@ -24,7 +24,7 @@ class WorkerDiedError(RestartError):
     """The process of a worker has died."""
 
 
-class HangError(WorkerDiedError):
+class HangError(RestartError):
     """The run was stuck and was ended by its watchdog (`trainer.on_hang`). may_restart: restart it from the last checkpoint."""
 
     may_restart = False

@@ -13,9 +13,11 @@ class BackgroundCall:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def finish(self) -> None:
-        """Wait for its end; raises its exception, once."""
-        self._thread.join()
+    def finish(self, timeout_s: float | None = None) -> None:
+        """Wait for its end; raises its exception, once. TimeoutError if it takes longer than `timeout_s`."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"not complete after {timeout_s:g} s")
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -12,18 +12,23 @@ answer may still write its stacks, by the handler of a signal.
 """
 
 import faulthandler
+import functools
 import json
 import os
 import re
 import signal
 import socket
+import struct
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Client, Connection
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +42,19 @@ STACK_SIGNAL = signal.SIGUSR2
 SIGNAL_TIMEOUT_S = 2.0
 """How long a signalled process may take to write its stacks."""
 MAX_MESSAGE_BYTES = 8 << 20
-MAX_RECONNECTIONS = 5
+MAX_WAITS = 20
+"""Waits of one kind that are reported: the longest."""
+MAX_ATTEMPTS = 5
+"""Connections in a row that may fail."""
+CONNECT_TIMEOUT_S = 30.0
 RECONNECT_S = 5.0
+CONNECTION_ERRORS = (OSError, EOFError, ValueError, AuthenticationError, AssertionError)
+"""The other process or the network has ended, or a stranger is at the port."""
 
 POLLS = frozenset({"advance_generation"})
 """Calls of workers that are repeated while nothing happens: their end is no sign of progress."""
-DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/")
+DEBUGGERS = ("/pdb.py", "/bdb.py", "/pydevd", "/debugpy/", "/bin/debugpy")
+_STDLIB = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
 
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.*)$')
 _THREAD = re.compile(r"^(Current thread|Thread) (?P<id>0x[0-9a-f]+)")
@@ -78,8 +90,11 @@ class WaitState:
 @dataclass(frozen=True)
 class ProcessState:
     """
+    machine:     processes with the same one see each other's pids.
     phases:      of each thread that has any, outermost first.
-    waits:       what it waits for, longest first.
+    waits:       what it waits for, longest first: at most MAX_WAITS of a kind.
+    num_waits:   of all kinds.
+    waits_sign:  changes when a wait begins or ends, except for files and PASSIVE ones.
     calls:       calls of workers that run in it, as "role.method".
     last_call:   the one that ended last.
     num_moves:   grows with every sign of progress that phases and calls do not show.
@@ -92,9 +107,12 @@ class ProcessState:
     rank: int
     pid: int
     host: str
+    machine: str = ""
     now: float = 0.0
     phases: list[list[PhaseState]] = field(default_factory=list)
     waits: list[WaitState] = field(default_factory=list)
+    num_waits: int = 0
+    waits_sign: int = 0
     calls: list[str] = field(default_factory=list)
     last_call: str | None = None
     num_moves: int = 0
@@ -104,6 +122,10 @@ class ProcessState:
     @property
     def name(self) -> str:
         return self.role if self.role == CONTROLLER else f"{self.role} rank {self.rank}"
+
+    def to_json(self) -> dict[str, Any]:
+        phases = [[vars(phase) for phase in thread] for thread in self.phases]
+        return vars(self) | {"phases": phases, "waits": [vars(wait) for wait in self.waits]}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> "ProcessState":
@@ -172,20 +194,55 @@ def gauges() -> dict[str, object]:
 
 def process_state(role: str = CONTROLLER, rank: int = 0) -> ProcessState:
     """What this process does now."""
+    waits = progress.waits()
+    active = [wait for wait in waits if wait.kind not in progress.PASSIVE and wait.kind != "file"]
     return ProcessState(
         role,
         rank,
         os.getpid(),
         socket.gethostname(),
+        machine(),
         time.monotonic(),
-        [[PhaseState(p.name, p.began, p.done, p.total, p.unit) for p in own] for own in progress.current()],
-        [WaitState(wait.kind, wait.name, wait.began, wait.thread) for wait in progress.waits()],
+        list(phases_by_thread().values()),
+        _longest(waits),
+        len(waits),
+        sum(hash((wait.kind, wait.name, wait.began)) for wait in active),  # a wait may be entered again
         [f"{track[0]}.{name}" for name, track in spans.open_calls()],
         None if (last := spans.last_call()) is None else f"{last[1][0]}.{last[0]}",
         progress.num_moves() + spans.num_ended(without=POLLS),
         _rss(),
         _stack_file(),
     )
+
+
+def phases_by_thread() -> dict[int, list[PhaseState]]:
+    """See `progress.by_thread`."""
+    return {
+        thread: [PhaseState(p.name, p.began, p.done, p.total, p.unit) for p in phases]
+        for thread, phases in progress.by_thread().items()
+    }
+
+
+def _longest(waits: Sequence[progress.Wait]) -> list[WaitState]:
+    """The first MAX_WAITS of each kind."""
+    found: list[WaitState] = []
+    counts: Counter[str] = Counter()
+    for wait in waits:
+        counts[wait.kind] += 1
+        if counts[wait.kind] <= MAX_WAITS:
+            found.append(WaitState(wait.kind, wait.name, wait.began, wait.thread))
+    return found
+
+
+@functools.cache
+def machine() -> str:
+    """Identifies the machine, or the container if that has its own process ids."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with suppress(OSError):
+        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
+    return " ".join(parts)
 
 
 def stacks() -> list[Stack]:
@@ -209,20 +266,36 @@ def parse_stacks(text: str) -> list[Stack]:
     return found
 
 
-def is_debugged(threads: list[Stack]) -> bool:
-    """Whether a debugger holds one of the threads."""
-    return any(name in file for stack in threads for file, _, _ in stack.frames for name in DEBUGGERS)
+def is_debugged(frames: Sequence[Frame]) -> bool:
+    """Whether a debugger holds the thread: it was called by the thread's code. Not the debugger's own threads, nor its launcher."""
+    is_called = False  # walking inwards: there is code outside of this frame that is neither a debugger's nor Python's
+    for file, _, _ in reversed(frames):
+        if any(name in file for name in DEBUGGERS):
+            if is_called:
+                return True
+        elif not file.startswith(_STDLIB) or f"{os.sep}site-packages{os.sep}" in file:
+            is_called = True
+    return False
+
+
+def is_thread_debugged(ident: int) -> bool:
+    """`is_debugged` for a thread of this process."""
+    frame = sys._current_frames().get(ident)
+    return frame is not None and is_debugged(_frames(frame))
 
 
 def write_stacks_on_signal() -> None:
-    """From now on STACK_SIGNAL lets this process write the stacks of all threads, whatever it does. No-op if it is in use."""
+    """From now on STACK_SIGNAL lets this process write the stacks of all threads, whatever it does. No-op if the signal is in use
+    or the system does not allow it."""
     global _stack_fd
     if _stack_fd is not None or not hasattr(os, "memfd_create"):
         return
     if signal.getsignal(STACK_SIGNAL) not in (signal.SIG_DFL, None):
         return
-    _stack_fd = os.memfd_create("lockstep-stacks")
-    faulthandler.register(STACK_SIGNAL, _stack_fd, all_threads=True)
+    with suppress(OSError, ValueError, RuntimeError):
+        fd = os.memfd_create("lockstep-stacks")
+        faulthandler.register(STACK_SIGNAL, fd, all_threads=True)
+        _stack_fd = fd
 
 
 def signalled_stacks(pid: int, stack_file: str) -> list[Stack]:
@@ -290,31 +363,63 @@ def start(link: Link | None, role: str, rank: int) -> None:
     """Report to the controller, until this process or the connection ends; no-op without a link."""
     if link is None:
         return
-    with suppress(OSError, ValueError):
-        write_stacks_on_signal()
+    write_stacks_on_signal()
     threading.Thread(target=_report, args=(link, role, rank), name="heartbeat", daemon=True).start()
 
 
 def _report(link: Link, role: str, rank: int) -> None:
-    for _ in range(MAX_RECONNECTIONS):
-        with suppress(OSError, EOFError, ValueError):  # the controller has ended, or the network
-            _serve(link, role, rank)
+    num_failed = 0
+    while num_failed < MAX_ATTEMPTS:
+        num_failed += 1
+        with suppress(*CONNECTION_ERRORS), _connect(link) as connection:
+            num_failed = 0
+            _serve(connection, role, rank)
         time.sleep(RECONNECT_S)
 
 
-def _serve(link: Link, role: str, rank: int) -> None:
-    with Client((link.host, link.port), authkey=link.key) as connection:
-        while True:
-            _send(connection, {"state": asdict(process_state(role, rank))})
-            if connection.poll(INTERVAL_S):
-                _answer(connection, json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES)))
+def _connect(link: Link) -> Connection:
+    with socket.create_connection((link.host, link.port), CONNECT_TIMEOUT_S) as made:
+        connection = as_connection(made)
+        try:
+            with timed(made):
+                answer_challenge(connection, link.key)
+                deliver_challenge(connection, link.key)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def as_connection(made: socket.socket) -> Connection:
+    """Of a TCP socket, which the caller closes. A machine that is lost ends it."""
+    made.settimeout(None)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 60_000)):
+        if hasattr(socket, option):
+            made.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return Connection(os.dup(made.fileno()))
+
+
+@contextmanager
+def timed(made: socket.socket) -> Iterator[None]:
+    """What is read inside raises OSError if it does not come within CONNECT_TIMEOUT_S."""
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(CONNECT_TIMEOUT_S), 0))
+    yield
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+
+
+def _serve(connection: Connection, role: str, rank: int) -> None:
+    while True:
+        _send(connection, {"state": process_state(role, rank).to_json()})
+        if connection.poll(INTERVAL_S):
+            _answer(connection, json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES)))
 
 
 def _answer(connection: Connection, request: dict[str, Any]) -> None:
     """DUMP: own stacks; SIGNAL and KILL: for another process of this machine, which does not answer."""
     what = request["request"]
     if what == DUMP:
-        own = {"stacks": [asdict(s) for s in stacks()], "spans": spans.recent_spans(), "awaited": awaited_stacks()}
+        own = {"stacks": [vars(s) for s in stacks()], "spans": spans.recent_spans(), "awaited": awaited_stacks()}
         _send(connection, own)
         return
     pid = int(request["pid"])
@@ -322,7 +427,7 @@ def _answer(connection: Connection, request: dict[str, Any]) -> None:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)
         return
-    found = [asdict(s) for s in signalled_stacks(pid, str(request["stack_file"]))]
+    found = [vars(s) for s in signalled_stacks(pid, str(request["stack_file"]))]
     _send(connection, {"stacks_of": pid, "is_stopped": is_stopped(pid), "stacks": found})
 
 

@@ -46,8 +46,8 @@ class Phase:
 _threads: dict[int, list[Phase]] = {}
 """The phases of each thread that has any, outermost first; a thread's id to its phases."""
 
-_completed: set[str] = set()
-"""Names of phases that have ended in this process."""
+_completed: dict[str, float] = {}
+"""Names of phases that have ended in this process, and when one last did."""
 
 _num_moves = 0
 
@@ -69,7 +69,7 @@ def phase(name: str) -> Iterator[None]:
             del phases[phases.index(entered) :]
         if not phases:
             _threads.pop(thread, None)
-        _completed.add(name)
+        _completed[name] = time.monotonic()
 
 
 def moved() -> None:
@@ -82,14 +82,9 @@ def num_moves() -> int:
     return _num_moves
 
 
-def is_completed(name: str) -> bool:
-    """Whether a phase of this name has ended in this process."""
-    return name in _completed
-
-
-def completed() -> list[str]:
-    """Names of the phases that have ended in this process."""
-    return sorted(_completed)
+def completed(since: float) -> list[str]:
+    """Names of the phases that have ended since this time of `time.monotonic`."""
+    return sorted(name for name, ended in _completed.copy().items() if ended >= since)
 
 
 def count(done: int, total: int, unit: str = "", call_began: float | None = None) -> None:
@@ -129,6 +124,9 @@ class Wait:
     thread: int = field(default_factory=threading.get_ident)
     stacks: Callable[[], str] | None = None
 
+
+PASSIVE = frozenset({"worker", "queue"})
+"""Kinds of waits for another process or thread of the run, which is the one to blame."""
 
 _waits: set[Wait] = set()
 

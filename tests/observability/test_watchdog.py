@@ -1,27 +1,31 @@
 """Deadlines, verdicts, slow notices and heartbeats of the watchdog, on made states."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from lockstep.config.watchdog import WatchdogConfig
 from lockstep.observability.watchdog import watchdog as watchdog_module
-from lockstep.observability.watchdog.deadlines import Deadlines
-from lockstep.observability.watchdog.reporters import Dump, Reporters
+from lockstep.observability.watchdog.deadlines import BETWEEN, Deadlines
+from lockstep.observability.watchdog.reporters import Dump, Reporter, Reporters
 from lockstep.observability.watchdog.slow import SlowWaits
 from lockstep.observability.watchdog.verdict import Seen, Stuck, culprits, in_collective, sentence
 from lockstep.observability.watchdog.watchdog import Watchdog
 from lockstep.utils import heartbeat, progress
 from lockstep.utils.heartbeat import PhaseState, ProcessState, Stack, WaitState
-from lockstep.utils.progress import count, phase
+from lockstep.utils.progress import count, phase, waiting
 
 SITE = "/env/lib/python3.11/site-packages"
 
@@ -48,13 +52,16 @@ def blamed(phase: str, *workers: Seen, controller: Seen | None = None, pause_s: 
 
 
 def test_deadlines_are_configured_learnt_or_first() -> None:
-    completed: set[str] = set()
     config = WatchdogConfig(multiple=10, min_deadline_s=60, first_deadline_s=500, deadlines_s={"rewards": 5})
-    deadlines = Deadlines(config, completed.__contains__)
+    with phase("generate"):  # of an earlier run in this process
+        pass
+    deadlines = Deadlines(config)
     assert deadlines.of(["generate"]) == 500
     deadlines.paused(["generate"], 3.0)
     assert deadlines.of(["generate"]) == 500  # never completed
-    completed.add("generate")
+    with phase("generate"):
+        pass
+    assert deadlines.completed() == ["generate"]
     assert deadlines.of(["generate"]) == 60  # 10 x 3 is less than the minimum
     deadlines.paused(["validation", "generate"], 20.0)
     assert deadlines.of(["generate"]) == 200
@@ -62,6 +69,11 @@ def test_deadlines_are_configured_learnt_or_first() -> None:
     assert deadlines.of(["generate", "mini-batch 7 of 8:"]) == 200  # the inner one is new
     assert deadlines.of(["validation", "rewards"]) == 5
     assert deadlines.of(["rewards", "reward accuracy"]) == 5  # a configured one holds for what is inside
+    deadlines.paused(["generate"], 201.0)  # it was stuck
+    assert deadlines.of(["generate"]) == 200
+    assert deadlines.of([BETWEEN]) == 500
+    deadlines.paused([BETWEEN], 1.0)
+    assert deadlines.of([BETWEEN]) == 60
 
 
 def test_ranks_outside_of_the_collective_are_named_first() -> None:
@@ -208,10 +220,79 @@ def test_a_stopped_controller_and_a_debugger_raise_no_alarm(watched: Watchdog, m
         look(watched, 0)
         watched.look(1e6 + 500)  # the process did not run meanwhile
         assert look(watched, 501, 504) is None
-        monkeypatch.setattr(heartbeat, "is_debugged", lambda stacks: True)
+        monkeypatch.setattr(heartbeat, "stacks", lambda: [stack("/lib/pdb.py", "/code/reward.py")])
         assert look(watched, 506) is None
         monkeypatch.undo()
-        assert look(watched, 508) is not None
+        assert look(watched, 508) is None  # the next look at the stacks is after a minute
+        assert look(watched, 567) is not None
+
+
+def test_a_debugger_holds_the_thread_that_called_it_but_not_its_own_threads() -> None:
+    os_lib = os.path.dirname(os.__file__)
+    pdb, run, bootstrap = f"{os_lib}/pdb.py", f"{os_lib}/runpy.py", f"{os_lib}/threading.py"
+    pydevd, user = f"{SITE}/debugpy/_vendored/pydevd/pydevd.py", "/code/reward.py"
+    held = [(pdb, user, run), (bootstrap, pydevd, user, bootstrap), (f"{SITE}/prompt_toolkit/a.py", pdb, user)]
+    free = [(bootstrap, pydevd, bootstrap), (user, run, pydevd, run), (user, run, pdb)]
+    assert all(heartbeat.is_debugged(stack(*files).frames) for files in held)
+    assert not any(heartbeat.is_debugged(stack(*files).frames) for files in free)
+
+
+def test_a_poll_is_no_progress_and_a_wait_that_ends_is() -> None:
+    def sign(*calls: str, **state: Any) -> object:
+        return watchdog_module._sign(ProcessState("actor", 0, 1, "host", calls=list(calls), **state))
+
+    assert sign("actor.advance_generation") == sign()
+    assert sign("actor.update_actor") != sign()
+    names = [f"tool {number}" for number in range(100)]
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(waiting("tool", name, began=1.0))
+        before = heartbeat.process_state()
+        assert (len(before.waits), before.num_waits) == (heartbeat.MAX_WAITS, 100)
+        assert heartbeat.ProcessState.from_json(json.loads(json.dumps(before.to_json()))) == before
+        with waiting("queue", "groups"), waiting("file", "metrics.jsonl"):
+            assert heartbeat.process_state().waits_sign == before.waits_sign
+        with waiting("judge", "http://x"):
+            assert heartbeat.process_state().waits_sign != before.waits_sign
+        assert heartbeat.process_state().waits_sign == before.waits_sign
+
+
+def test_the_status_of_many_processes_is_small(watched: Watchdog) -> None:
+    waits = [WaitState("tool", "x" * 1000, 0.0)] * 20
+    for rank in range(1000):
+        state = ProcessState("agent worker", rank, rank, "host", waits=waits, calls=["y" * 1000])
+        watched.reporters._reporters[str(rank), rank] = Reporter(mock.Mock(), state, float(-rank))
+    status = watched.status()
+    assert len(json.dumps(status)) < 300_000 and status["workers"][1]["rank"] == 999
+
+
+def test_a_new_process_replaces_a_silent_one_and_late_answers_are_ignored() -> None:
+    with Reporters("::1" if socket.has_ipv6 and _has_ipv6() else "127.0.0.1") as reporters:
+        lost, here = (
+            Reporter(mock.Mock(), ProcessState("actor", 0, 7, "host", machine), heard)
+            for machine, heard in (("lost", 0.0), ("other", 100.0))
+        )
+        reporters._add(lost)
+        assert not lost.is_here
+        reporters._add(Reporter(mock.Mock(), ProcessState("critic", 0, 8, "host", "lost"), 90.0))
+        reporters._add(here)
+        assert [reporter.state.role for reporter in reporters.all()] == ["actor", "critic"]
+        assert reporters.all()[0] is here
+
+        def send(content: bytes) -> None:
+            here.answer({"stacks": [1]})  # of an earlier request
+            here.answer({"stacks_of": json.loads(content)["pid"], "stacks": []})
+
+        here.connection.send_bytes = send  # type: ignore[method-assign,assignment]
+        assert here.ask({"request": heartbeat.SIGNAL, "pid": 8}, 5.0) == {"stacks_of": 8, "stacks": []}
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
 
 
 def test_moves_of_workers_are_progress_except_in_the_controllers_own_phases(watched: Watchdog) -> None:

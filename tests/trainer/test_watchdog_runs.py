@@ -1,6 +1,5 @@
 """Runs that hang: what they say, and how they end."""
 
-import json
 import os
 import re
 import signal
@@ -13,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from lockstep.config.sft import SFTConfig
 from lockstep.observability.status_file import read_status
 from lockstep.single_controller import HangError
 from lockstep.trainer.run import hang_exit
 from lockstep.trainer.run.hang_exit import HangExit, HangInterrupt
+from lockstep.trainer.run.processes import controller_address
 from lockstep.utils import main_thread
+from lockstep.utils.background_call import BackgroundCall
 from tests.programs import Program
 
 STUCK_REWARD = """
@@ -33,6 +35,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@pytest.mark.slow
 def test_a_reward_that_never_returns_stops_the_run_with_code_3(overrides: list[str], tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text(STUCK_REWARD.format(calls=str(tmp_path / "calls")))
     watched = ["trainer.on_hang=stop", "trainer.watchdog.deadlines_s={rewards: 2}", "trainer.save_freq=1"]
@@ -57,25 +60,12 @@ def test_a_reward_that_never_returns_stops_the_run_with_code_3(overrides: list[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["ray", "torchrun"])
-def test_a_stopped_rank_is_named(backend: str, overrides: list[str], tiny_run_files: Path, tmp_path: Path) -> None:
+def test_a_stopped_rank_is_named(overrides: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
     run = tmp_path / "run"
     watched = ["trainer.on_hang=stop", "trainer.watchdog.deadlines_s={heartbeat: 3}", "trainer.save_freq=1"]
-    if backend == "ray":
-        pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
-        own = [*overrides, "trainer.n_gpus_per_node=2", "trainer.val_before_train=false"]
-        command = [sys.executable, "-m", "lockstep.trainer.main_ppo", *own, "trainer.total_epochs=100"]
-    else:
-        rows = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
-        (tmp_path / "sft.jsonl").write_text((json.dumps({"messages": rows}) + "\n") * 16)
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m"]
-        own = [
-            f"data.train_files={tmp_path}/sft.jsonl",
-            f"model.path={tiny_run_files}/model",
-            "data.train_batch_size=4",
-        ]
-        own += ["data.max_length=64", "trainer.device=cpu", "trainer.total_epochs=200", "trainer.logger=console"]
-        command = [*launch, "lockstep.trainer.fsdp_sft_trainer", *own, f"trainer.default_local_dir={run}"]
+    own = [*overrides, "trainer.n_gpus_per_node=2", "trainer.val_before_train=false"]
+    command = [sys.executable, "-m", "lockstep.trainer.main_ppo", *own, "trainer.total_epochs=100"]
     process = subprocess.Popen([*command, *watched], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         while (status := read_status(run) or {}).get("step", 0) < 2 or not (rank := _rank(status)):
@@ -85,8 +75,8 @@ def test_a_stopped_rank_is_named(backend: str, overrides: list[str], tiny_run_fi
         _, errors = process.communicate(timeout=120)
     finally:
         process.kill()
-    assert process.returncode == (3 if backend == "ray" else 1)  # torchrun's own
-    role = "actor_rollout+critic" if backend == "ray" else "sft"
+    assert process.returncode == 3
+    role = "actor_rollout+critic"
     assert f"{role} rank 1 (pid {rank['pid']}, {rank['host']}) does not answer: the process is stopped" in errors
     (report,) = (run / "hangs").iterdir()
     assert f"Stacks of {role} rank" in report.read_text()
@@ -114,3 +104,32 @@ def test_the_runs_thread_is_interrupted_also_if_it_catches_the_first_exception(m
     assert signal.getsignal(main_thread.SIGNAL) == previous
     with pytest.raises(KeyError), HangExit(True, lambda verdict: None):  # it was not stuck
         raise KeyError
+
+
+def test_the_end_of_a_stuck_run_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, stalled = threading.Event(), threading.Event()
+    monkeypatch.setattr(hang_exit, "UNWIND_S", 0.0)
+    monkeypatch.setattr(hang_exit, "EXIT_S", 0.05)
+    monkeypatch.setattr(hang_exit, "force_exit", lambda message: ended.set())
+
+    def write(*_: object) -> None:
+        """To a disk that does not answer."""
+        stalled.wait(30)
+
+    HangExit(False, write).end("no progress")
+    assert ended.wait(10)
+    saving = BackgroundCall(write, name="save")
+    with pytest.raises(TimeoutError, match=r"not complete after 0\.05 s"):
+        saving.finish(0.05)
+    stalled.set()
+    saving.finish()
+
+
+def test_a_name_that_is_unknown_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "::1")
+    assert controller_address(SFTConfig()) == ("::1", "sft")
+    monkeypatch.setenv("MASTER_ADDR", "no.such.machine.invalid")
+    with pytest.raises(OSError):  # TrainingRun warns
+        controller_address(SFTConfig())

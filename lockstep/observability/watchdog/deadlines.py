@@ -1,9 +1,13 @@
 """How long a phase may go without a sign of progress: as configured, or learnt from the run itself."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 
 from lockstep.config.watchdog import WatchdogConfig
-from lockstep.utils.progress import is_completed
+from lockstep.utils import progress
+
+BETWEEN = "between phases"
+"""The run's thread, while it has no phase."""
 
 
 class Deadlines:
@@ -13,16 +17,22 @@ class Deadlines:
         max(`min_deadline_s`, `multiple` x the longest pause between two signs of progress), if the phase was completed before
         `first_deadline_s`
 
-    is_completed: whether a phase of this name has ended before.
+    It is made once per command: what was learnt holds after a restart, but not for another run of the same process.
     """
 
-    def __init__(self, config: WatchdogConfig, is_completed: Callable[[str], bool] = is_completed) -> None:
+    def __init__(self, config: WatchdogConfig) -> None:
         self.config = config
-        self._is_completed = is_completed
+        self._began = time.monotonic()
         self._longest: dict[str, float] = {}
 
+    def completed(self) -> list[str]:
+        """Names of the phases that the run has completed."""
+        return progress.completed(self._began)
+
     def paused(self, phases: Sequence[str], seconds: float) -> None:
-        """There was a sign of progress after a pause, within these nested phases."""
+        """There was a sign of progress after a pause, within these nested phases. A pause beyond the deadline is not learnt."""
+        if seconds > self.of(phases):
+            return
         for name in phases:
             self._longest[name] = max(seconds, self._longest.get(name, 0.0))
 
@@ -32,7 +42,8 @@ class Deadlines:
         for name in reversed(phases):
             if name in config.deadlines_s:
                 return config.deadlines_s[name]
+        completed = self.completed()
         for name in reversed(phases):
-            if self._is_completed(name):
+            if name in completed or (name == BETWEEN and name in self._longest):
                 return max(config.min_deadline_s, config.multiple * self._longest.get(name, 0.0))
         return config.first_deadline_s

@@ -48,7 +48,7 @@ def _table(processes: Sequence[Seen]) -> list[str]:
         phases = "; ".join(" > ".join(map(str, own)) for own in state.phases)
         calls = ", ".join(state.calls) or (f"has finished {state.last_call}" if state.last_call else "")
         waits = [f"{wait.kind} {wait.name} ({state.now - wait.began:.0f} s)" for wait in state.waits[:5]]
-        more = [f"and {len(state.waits) - 5} more"] if len(state.waits) > 5 else []
+        more = [f"and {state.num_waits - 5} more"] if state.num_waits > 5 else []
         rows.append(
             (
                 state.role,

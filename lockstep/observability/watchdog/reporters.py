@@ -12,7 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from lockstep.utils import heartbeat
@@ -23,33 +23,50 @@ logger = logging.getLogger(__name__)
 DUMP_TIMEOUT_S = 10.0
 """How long a process may take to send its stacks."""
 PY_SPY_TIMEOUT_S = 20.0
+REPLACED_S = 5.0
+"""A process that was not heard for longer is gone, if another one takes its role and rank."""
+ACCEPT_RETRY_S = 1.0
+"""Pause after a connection could not be accepted, such as for lack of file descriptors."""
 
 
 @dataclass(eq=False)
 class Reporter:
-    """A process with a connection. heard: when its last message came; dump: its answer, `answered` says that it is there."""
+    """A process with a connection. heard: when its last message came."""
 
     connection: Connection
     state: ProcessState
     heard: float
-    dump: dict[str, Any] = field(default_factory=dict)
-    answered: threading.Event = field(default_factory=threading.Event)
+    _answer: dict[str, Any] = field(default_factory=dict)
+    _answered: threading.Event = field(default_factory=threading.Event)
+    _asked_for: int | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Its answer; empty if there is none in time."""
-        self.answered.clear()
-        self.dump = {}
-        try:
-            self.connection.send_bytes(json.dumps(request).encode())
-        except OSError:
-            return {}
-        self.answered.wait(timeout_s)
-        return self.dump
+        """Its answer; empty if there is none in time. One request at a time."""
+        with self._lock:
+            self._answered.clear()
+            self._answer, self._asked_for = {}, request.get("pid")
+            try:
+                self.connection.send_bytes(json.dumps(request).encode())
+            except OSError:
+                return {}
+            self._answered.wait(timeout_s)
+            return self._answer
+
+    def answer(self, content: dict[str, Any]) -> None:
+        """A message that is no state; a late answer to another request is ignored."""
+        if content.get("stacks_of") == self._asked_for:
+            self._answer = content
+            self._answered.set()
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.state.machine, self.state.pid
 
     @property
     def is_here(self) -> bool:
-        """Whether it is a process of this machine."""
-        return self.state.host == socket.gethostname()
+        """Whether it is a process of this machine, with the pid that it says."""
+        return self.state.machine == heartbeat.machine()
 
 
 @dataclass(frozen=True)
@@ -76,8 +93,9 @@ class Reporters:
 
     def __init__(self, host: str) -> None:
         key = secrets.token_bytes(32)
-        self._listener = Listener((host, 0), backlog=1024)
-        self.link = Link(host, self._listener.address[1], key)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self.link = Link(host, self._listener.getsockname()[1], key)
         self._reporters: dict[tuple[str, int], Reporter] = {}
         self._is_closed = False
 
@@ -101,7 +119,7 @@ class Reporters:
         """Drop processes of this machine that are gone although a child of theirs holds the connection."""
         for reporter in self.all():
             if reporter.is_here and not heartbeat.is_alive(reporter.state.pid):
-                self._reporters.pop((reporter.state.host, reporter.state.pid), None)
+                self._reporters.pop(reporter.key, None)
 
     def forgive(self, seconds: float) -> None:
         """This process was stopped for as long: silence during that time does not count."""
@@ -110,8 +128,8 @@ class Reporters:
 
     def dumps(self, silent_s: float) -> dict[Reporter, Dump]:
         """Of all processes, at the same time. silent_s: who was not heard for longer is asked by a signal at once."""
-        found: dict[Reporter, Dump] = {}
-        threads = [threading.Thread(target=self._dump, args=(r, silent_s, found), daemon=True) for r in self.all()]
+        found = {reporter: Dump(answers=False) for reporter in self.all()}
+        threads = [threading.Thread(target=self._dump, args=(r, silent_s, found), daemon=True) for r in found]
         for thread in threads:
             thread.start()
         end = time.monotonic() + DUMP_TIMEOUT_S + PY_SPY_TIMEOUT_S
@@ -121,7 +139,7 @@ class Reporters:
 
     def kill(self, process: ProcessState) -> None:
         """End a process that does not answer."""
-        reporter = self._reporters.get((process.host, process.pid))
+        reporter = self._reporters.get((process.machine, process.pid))
         if reporter is None:
             return
         if reporter.is_here:
@@ -157,44 +175,61 @@ class Reporters:
 
     def _peer(self, reporter: Reporter) -> Reporter | None:
         """The process of the same machine that was heard last."""
-        peers = [other for other in self.all() if other is not reporter and other.state.host == reporter.state.host]
+        peers = [
+            other for other in self.all() if other is not reporter and other.state.machine == reporter.state.machine
+        ]
         return max(peers, key=lambda peer: peer.heard, default=None)
 
     def _accept(self) -> None:
         while not self._is_closed:
             try:
-                connection = self._listener.accept()
-            except OSError:
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="watchdog-reporter", daemon=True).start()
+                made, _ = self._listener.accept()
+                threading.Thread(target=self._begin, args=(made,), name="watchdog-reporter", daemon=True).start()
+            except (OSError, RuntimeError):  # no more file descriptors or threads
+                time.sleep(ACCEPT_RETRY_S)
+
+    def _begin(self, made: socket.socket) -> None:
+        with suppress(*heartbeat.CONNECTION_ERRORS), made:
+            connection = heartbeat.as_connection(made)
+            with connection:
+                with heartbeat.timed(made):
+                    deliver_challenge(connection, self.link.key)
+                    answer_challenge(connection, self.link.key)
+                made.close()
+                self._serve(connection)
+
+    def _add(self, reporter: Reporter) -> None:
+        """A process that reports for the first time; it takes the place of one whose machine was lost."""
+        role_and_rank = reporter.state.role, reporter.state.rank
+        for other in self.all():
+            is_gone = reporter.heard - other.heard > REPLACED_S
+            if is_gone and (other.state.role, other.state.rank) == role_and_rank:
+                self._reporters.pop(other.key, None)
+        self._reporters[reporter.key] = reporter
 
     def _serve(self, connection: Connection) -> None:
         reporter: Reporter | None = None
         try:
-            deliver_challenge(connection, self.link.key)
-            answer_challenge(connection, self.link.key)
             while True:
                 content = json.loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
                 now = time.monotonic()
                 if "state" not in content:
                     assert reporter is not None
-                    reporter.dump = content
-                    reporter.answered.set()
+                    reporter.answer(content)
                 elif reporter is None:
                     reporter = Reporter(connection, ProcessState.from_json(content["state"]), now)
-                    self._reporters[reporter.state.host, reporter.state.pid] = reporter
+                    self._add(reporter)
                 else:
                     reporter.state = ProcessState.from_json(content["state"])
                 if reporter is not None:
                     reporter.heard = now
         except (OSError, EOFError):  # the process has ended
             pass
-        except Exception as error:  # noqa: BLE001 - a stranger at the port, or a process of another version
+        except Exception as error:  # noqa: BLE001 - a process of another version
             logger.debug("a report was not understood: %r", error)
         finally:
-            connection.close()
-            if reporter is not None and self._reporters.get((reporter.state.host, reporter.state.pid)) is reporter:
-                del self._reporters[reporter.state.host, reporter.state.pid]
+            if reporter is not None and self._reporters.get(reporter.key) is reporter:
+                del self._reporters[reporter.key]
 
 
 def py_spy(pid: int) -> str:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from lockstep.observability.watchdog.reporters import Dump
 from lockstep.utils.heartbeat import CONTROLLER, STOPPED, Frame, PhaseState, ProcessState, Stack, WaitState
+from lockstep.utils.progress import PASSIVE
 from lockstep.utils.timing import PHASES
 
 COLLECTIVES = ("/torch/distributed/", "/deepspeed/comm/", "/megatron/core/tensor_parallel/mappings.py")
@@ -27,8 +28,6 @@ WORKER_PHASES = frozenset({*PHASES.values(), "reward model", "load models", "loa
     "write rollouts",
 }
 """Phases in which the controller waits for calls of workers."""
-PASSIVE = ("worker", "queue")
-"""Kinds of waits for another process or thread of the run, which is the one to blame."""
 IDLE = {("agent_worker.py", "all_messages"), ("message_process.py", "_forward")}
 """File and function in which threads of agent workers wait for messages."""
 IDLE_FILES = ("/selectors.py", "/queue.py", "/concurrent/futures/thread.py")

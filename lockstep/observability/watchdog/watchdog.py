@@ -10,11 +10,12 @@ this process itself was stopped does not count.
 """
 
 import logging
+import os
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,14 +23,13 @@ from typing import Any
 
 from lockstep.config.watchdog import WatchdogConfig
 from lockstep.observability.run_folder import HANGS
-from lockstep.observability.watchdog.deadlines import Deadlines
+from lockstep.observability.watchdog.deadlines import BETWEEN, Deadlines
 from lockstep.observability.watchdog.report import report_name, report_text
 from lockstep.observability.watchdog.reporters import Dump, Reporters, py_spy
 from lockstep.observability.watchdog.slow import SlowWaits
-from lockstep.observability.watchdog.verdict import PASSIVE, Culprit, Seen, Stuck, culprits, sentence
+from lockstep.observability.watchdog.verdict import Culprit, Seen, Stuck, culprits, sentence
 from lockstep.utils import heartbeat, spans
-from lockstep.utils.heartbeat import CONTROLLER, PhaseState, ProcessState, WaitState
-from lockstep.utils.progress import by_thread, completed, is_completed
+from lockstep.utils.heartbeat import CONTROLLER, POLLS, PhaseState, ProcessState
 
 logger = logging.getLogger(__name__)
 
@@ -43,20 +43,23 @@ HEARTBEAT = "heartbeat"
 MAX_HEARTBEAT_DEADLINE_S = 60.0
 OWN_PHASES = ("rewards", "advantages", "read the data")
 """Phases that wait for no worker: what workers do meanwhile is no progress of them."""
-BETWEEN = "between phases"
-"""The run's thread, while it has no phase."""
+DEBUGGER_RETRY_S = 60.0
+"""How long a debugger is left alone before the next look at the stacks."""
+MAX_LISTED = 256
+"""Processes in `status.json`; those that are silent for longest, if there are more."""
 WRITE_TIMEOUT_S = 5.0
 """How long a report or a log line may take, if the disk or the console is what hangs."""
 
 
 @dataclass
 class _Thread:
-    """The phases of one thread. sign: what has to change; since: when it last did."""
+    """The phases of one thread. sign: what has to change; since: when it last did; is_debugged: a debugger held it meanwhile."""
 
     phases: list[PhaseState]
     sign: Hashable
     since: float
     next_report_s: float = 0.0
+    is_debugged: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -70,6 +73,7 @@ class Watchdog:
     host:    address at which the processes of the run reach this one.
     role:    of this process.
     on_hang: called with the verdict after the report; None goes on waiting.
+    deadlines: what earlier watchdogs of the command have learnt.
     stuck:   the verdict, while the run is stuck.
     """
 
@@ -80,6 +84,7 @@ class Watchdog:
         host: str = "127.0.0.1",
         role: str = CONTROLLER,
         on_hang: Callable[[str, list[Culprit]], None] | None = None,
+        deadlines: Deadlines | None = None,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -87,7 +92,9 @@ class Watchdog:
         self.stuck: str | None = None
         self.reporters = Reporters(host)
         self._on_hang = on_hang
-        self._deadlines = Deadlines(config, lambda name: name == BETWEEN or is_completed(name))
+        self._deadlines = deadlines or Deadlines(config)
+        self._own: ProcessState | None = None
+        """Of the last look."""
         self._slow = SlowWaits()
         self._threads: dict[int, _Thread] = {}
         self._run_thread = 0
@@ -110,26 +117,31 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * WRITE_TIMEOUT_S)
         self.reporters.__exit__(*exc)
-        unknown = self.config.deadlines_s.keys() - {*completed(), HEARTBEAT, BETWEEN}
+        completed = self._deadlines.completed()
+        unknown = self.config.deadlines_s.keys() - {*completed, HEARTBEAT, BETWEEN}
         if unknown and exc[:1] == (None,):
             names = ", ".join(sorted(unknown))
             logger.warning(
-                "trainer.watchdog.deadlines_s: the run had no phase %s; it had %s", names, ", ".join(completed())
+                "trainer.watchdog.deadlines_s: the run had no phase %s; it had %s", names, ", ".join(completed)
             )
 
     def status(self) -> dict[str, Any]:
-        """For `status.json`: all processes that report, and the verdict if the run is stuck."""
+        """For `status.json`: the processes that report, and the verdict if the run is stuck."""
         now = time.monotonic()
-        states = [(heartbeat.process_state(self.role), 0.0)]
-        states += [(reporter.state, now - reporter.heard) for reporter in self.reporters.all()]
+        own = self._own or heartbeat.process_state(self.role)
+        reporters = self.reporters.all()
+        if len(reporters) > MAX_LISTED:
+            reporters.sort(key=lambda reporter: reporter.heard)
+        states = [(own, max(0.0, now - own.now - INTERVAL_S))]
+        states += [(reporter.state, now - reporter.heard) for reporter in reporters[:MAX_LISTED]]
         workers = [
             {
                 "role": state.role,
                 "rank": state.rank,
                 "pid": state.pid,
                 "host": state.host,
-                "phase": "; ".join([*(str(own[-1]) for own in state.phases), *state.calls]),
-                "waits": [f"{wait.kind} {wait.name}"[:200] for wait in state.waits[:5]],
+                "phase": "; ".join([*(str(phases[-1]) for phases in state.phases), *state.calls])[:200],
+                "waits": [f"{wait.kind} {wait.name}"[:100] for wait in state.waits[:3]],
                 "heartbeat_s": round(silent_s, 1),
             }
             for state, silent_s in states
@@ -154,11 +166,12 @@ class Watchdog:
             for thread in self._threads.values():
                 thread.since += gap_s
             return
-        own, workers = heartbeat.process_state(self.role), self.reporters.all()
+        self._own = own = heartbeat.process_state(self.role)
+        workers = self.reporters.all()
         moves = (own.num_moves, *(_sign(reporter.state) for reporter in workers))
         for line in self._slow.look([own, *(reporter.state for reporter in workers)], now):
             _bounded(partial(logger.warning, "%s", line))
-        self._note(moves, own.waits, now)
+        self._note(moves, own, now)
         stuck = [
             (thread, found) for number, thread in self._threads.items() if (found := self._judge(number, thread, now))
         ]
@@ -168,18 +181,16 @@ class Watchdog:
             _bounded(lambda: logger.warning("the run goes on, after it was stuck: %s", self.stuck))
             self.stuck = None
 
-    def _note(self, moves: Hashable, waits: Sequence[WaitState], now: float) -> None:
-        threads = {
-            number: [PhaseState(p.name, p.began, p.done, p.total, p.unit) for p in phases]
-            for number, phases in by_thread().items()
-        }
+    def _note(self, moves: Hashable, own: ProcessState, now: float) -> None:
+        threads = heartbeat.phases_by_thread()
         threads.setdefault(self._run_thread, [])
         for gone in self._threads.keys() - threads.keys():
             del self._threads[gone]
         for number, phases in threads.items():
             sign: tuple[Hashable, ...] = tuple((phase.name, phase.began, phase.done) for phase in phases)
             # others may write files all the time, such as copies of checkpoints
-            sign += (_waits_of([w for w in waits if w.kind != "file" or w.thread == number]),)
+            files = frozenset((w.name, w.began) for w in own.waits if w.kind == "file" and w.thread == number)
+            sign += (own.waits_sign, files)
             if not phases or phases[-1].name not in OWN_PHASES:
                 sign += (moves,)
             before = self._threads.get(number)
@@ -188,8 +199,11 @@ class Watchdog:
                 self._threads[number] = _Thread(phases, sign, now)
                 continue
             if sign != before.sign:
-                self._deadlines.paused(before.names, now - before.since)
-                before.sign, before.since, before.next_report_s = sign, now, 0.0
+                if not before.is_debugged:
+                    self._deadlines.paused(before.names, now - before.since)
+                before.sign, before.since, before.next_report_s, before.is_debugged = sign, now, 0.0, False
+            elif not before.is_debugged:
+                before.is_debugged = heartbeat.is_thread_debugged(number)
             before.phases = phases
 
     def _judge(self, number: int, thread: _Thread, now: float) -> Stuck | None:
@@ -213,8 +227,9 @@ class Watchdog:
 
     def _report(self, thread: _Thread, stuck: Stuck) -> None:
         processes = self._seen()
-        if any(heartbeat.is_debugged(process.dump.stacks) for process in processes):
-            thread.next_report_s = stuck.pause_s + INTERVAL_S
+        if any(heartbeat.is_debugged(stack.frames) for process in processes for stack in process.dump.stacks):
+            thread.is_debugged = True
+            thread.next_report_s = stuck.pause_s + DEBUGGER_RETRY_S
             return
         thread.next_report_s = 2 * stuck.pause_s
         found = culprits(stuck, processes)
@@ -238,35 +253,42 @@ class Watchdog:
         dump = Dump(heartbeat.stacks(), recent, native=py_spy(own.pid), awaited=heartbeat.awaited_stacks())
         dumps = self.reporters.dumps(SILENT_S)
         now = time.monotonic()
-        return [Seen(own, 0.0, dump)] + [
-            Seen(r.state, now - r.heard, dumps.get(r, Dump(answers=False))) for r in self.reporters.all()
-        ]
+        still = [reporter for reporter in self.reporters.all() if reporter in dumps]  # neither ended nor new meanwhile
+        return [Seen(own, 0.0, dump)] + [Seen(r.state, now - r.heard, dumps[r]) for r in still]
 
     def _write(self, name: str, text: str) -> Path | None:
         """The report's path; in the system's temporary folder if the run's folder does not take it in time."""
-        for folder in (self.folder / HANGS, Path(tempfile.gettempdir())):
+        content = text.encode(errors="replace")
+        for place in (self._place, _private_place):
             written: list[Path] = []
 
-            def write(folder: Path = folder, written: list[Path] = written) -> None:
-                folder.mkdir(exist_ok=True)
-                (folder / name).write_text(text, encoding="utf-8", errors="replace")
-                written.append(folder / name)
+            def write(place: Callable[[str], Path] = place, written: list[Path] = written) -> None:
+                path = place(name)
+                path.write_bytes(content)
+                written.append(path)
 
             _bounded(write)
             if written:
                 return written[0]
         return None
 
+    def _place(self, name: str) -> Path:
+        (self.folder / HANGS).mkdir(exist_ok=True)
+        return self.folder / HANGS / name
+
+
+def _private_place(name: str) -> Path:
+    """A file of the system's temporary folder that only this user can read."""
+    number, path = tempfile.mkstemp(prefix="lockstep_hang_", suffix=f"_{name}")
+    os.close(number)
+    return Path(path)
+
 
 def _sign(state: ProcessState) -> Hashable:
     """What changes when a process makes progress."""
     phases = tuple((p.name, p.began, p.done) for own in state.phases for p in own)
-    waits = _waits_of([wait for wait in state.waits if wait.kind != "file"])
-    return state.pid, phases, waits, tuple(state.calls), state.num_moves
-
-
-def _waits_of(waits: Sequence[WaitState]) -> Hashable:
-    return frozenset((wait.kind, wait.name, wait.began) for wait in waits if wait.kind not in PASSIVE)
+    calls = tuple(call for call in state.calls if call.rpartition(".")[2] not in POLLS)
+    return state.pid, phases, state.waits_sign, calls, state.num_moves
 
 
 def _bounded(function: Callable[[], object]) -> None:

@@ -351,7 +351,11 @@ class PPOTrainer:
 
     def _log(self, metrics: dict[str, Any], interrupt: Interrupt) -> None:
         self.run.log(metrics, self.global_steps)
-        if self.on_step is not None and self.on_step(self.global_steps, metrics):
+        if self.on_step is None:
+            return
+        with phase("callback"):
+            is_stopped = self.on_step(self.global_steps, metrics)
+        if is_stopped:
             interrupt.stop(by="a callback")
 
     def _stopped_mid_step(self, unsaved: dict[str, Any], interrupt: Interrupt) -> int:

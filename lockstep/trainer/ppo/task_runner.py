@@ -32,7 +32,7 @@ from lockstep.trainer.ppo.run_agents import agents_for
 from lockstep.trainer.ppo.worker_groups import WorkerGroups
 from lockstep.trainer.run.errors import RunError, raise_as_run_error
 from lockstep.trainer.run.failures import cause_of, how_to_resume
-from lockstep.trainer.run.hang_exit import EXIT_CODE
+from lockstep.trainer.run.hang_exit import EXIT_CODE, set_exit_code
 from lockstep.trainer.run.inputs import tokenizer_arguments
 from lockstep.trainer.run.interrupt import Interrupt, OnStep
 from lockstep.trainer.run.restarts import Restarts
@@ -165,7 +165,9 @@ class TaskRunner:
         with Restarts(folder, config.trainer.max_restarts) as self.restarts:
             while True:
                 try:
-                    return self._run_once(config, interrupt)
+                    code = self._run_once(config, interrupt)
+                    set_exit_code(code)
+                    return code
                 except RestartError as error:
                     if self.restarts.allows(error):
                         sys.stderr.write(printable(f"error: {error}\n"))
@@ -183,6 +185,7 @@ class TaskRunner:
                     failure, cause = error, cause_of(error, self.config or config)
                 break
             exit_code = EXIT_CODE if isinstance(failure, HangError) else 1
+            set_exit_code(exit_code)
             if not self.has_begun:
                 raise RunError(f"{cause.rstrip('.')}; the run did not start", exit_code) from failure
             resume = how_to_resume(config, self.last_checkpoint)

@@ -24,6 +24,8 @@ REPEAT_S = 5.0
 """User code may catch the exception: it is raised again after this time."""
 CLOSE_S = 60.0
 """How long the run may take to close what it has opened."""
+EXIT_S = 5.0
+"""How long `on_exit` may take."""
 
 
 class HangInterrupt(KeyboardInterrupt):
@@ -85,12 +87,14 @@ class HangExit:
             self._interrupt()
             self._is_unwinding.wait(REPEAT_S)
         if self._is_unwinding.is_set() and self._is_closed.wait(CLOSE_S):
-            if not self.may_restart:
-                _end_at_exit()
+            _end_at_exit()
             return
+        _bounded(self._before_exit, EXIT_S)  # the folder of the run may be what hangs
+        force_exit(f"error: {self.verdict}\n")
+
+    def _before_exit(self) -> None:
         with suppress(Exception):  # whatever happens, the process ends
             self.on_exit(str(self.verdict))
-        force_exit(f"error: {self.verdict}\n")
 
     def _interrupt(self) -> None:
         if self._is_main:
@@ -99,7 +103,16 @@ class HangExit:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(HangInterrupt))
 
 
-def force_exit(message: str) -> None:
+_exit_code = EXIT_CODE
+
+
+def set_exit_code(code: int) -> None:
+    """How the command ends, after a restart."""
+    global _exit_code
+    _exit_code = code
+
+
+def force_exit(message: str, code: int = EXIT_CODE) -> None:
     """End this process now, whatever its threads do."""
 
     def write() -> None:
@@ -107,10 +120,15 @@ def force_exit(message: str) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
 
-    writing = threading.Thread(target=write, daemon=True)
-    writing.start()
-    writing.join(1.0)
-    os._exit(EXIT_CODE)
+    _bounded(write, 1.0)
+    os._exit(code)
+
+
+def _bounded(function: Callable[[], None], timeout_s: float) -> None:
+    """Call it in a thread, and wait for at most `timeout_s`."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
 
 
 def _end_at_exit() -> None:
@@ -119,7 +137,7 @@ def _end_at_exit() -> None:
 
     def leave() -> None:
         if any(thread.is_alive() for thread in stuck):
-            force_exit("")
+            force_exit("", _exit_code)
 
     if stuck:
         threading._register_atexit(leave)  # type: ignore[attr-defined]

@@ -17,10 +17,17 @@ def controller_address(config: PPOConfig | SupervisedConfig) -> tuple[str, str]:
     if isinstance(config, SupervisedConfig):
         num_ranks = os.environ.get("WORLD_SIZE", "1")
         is_alone = os.environ.get("LOCAL_WORLD_SIZE", num_ranks) == num_ranks
-        host = LOOPBACK if is_alone else socket.gethostbyname(os.environ.get("MASTER_ADDR", LOOPBACK))
+        host = LOOPBACK if is_alone else _resolved(os.environ.get("MASTER_ADDR", LOOPBACK))
         return host, PROGRAMS[type(config)] if num_ranks != "1" else CONTROLLER
     if controller_of(config) == "local":
         return LOOPBACK, CONTROLLER
     from lockstep.single_controller.ray_backend.cluster import address_for_workers
 
     return address_for_workers(), CONTROLLER
+
+
+def _resolved(name: str) -> str:
+    """The address of a machine, IPv4 if it has one; OSError if the name is unknown."""
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    found.sort(key=lambda info: info[0] != socket.AF_INET)
+    return str(found[0][4][0])

@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep.observability.run_folder import RESTARTS
 from lockstep.observability.status_file import StatusFile
+from lockstep.observability.watchdog.deadlines import Deadlines
 from lockstep.single_controller.futures import HangError, RestartError
 from lockstep.utils.progress import phase
 
@@ -33,6 +34,7 @@ class Restarts(ExitStack):
     count:  restarts so far, including those that do not count against the limit.
     step:   the last step that was logged.
     status: None until the folder is locked.
+    deadlines: what the watchdog has learnt; None until it is started.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -43,6 +45,7 @@ class Restarts(ExitStack):
         self.step = 0
         self.has_lock = False
         self.status: StatusFile | None = None
+        self.deadlines: Deadlines | None = None
         self._num_counted = 0
         self._num_in_a_row = 0
         self._last_checkpoint: Path | None = None

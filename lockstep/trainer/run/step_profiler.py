@@ -18,6 +18,7 @@ from lockstep.config.roles import sections_of
 from lockstep.config.sft import SupervisedConfig
 from lockstep.observability.profiler import ProfileRequest, start_profile, stop_profile
 from lockstep.observability.timeline import Steps, TimelineFile, write_chrome_trace
+from lockstep.utils.progress import phase
 from lockstep.utils.spans import Span, set_track, take_spans
 
 logger = logging.getLogger(__name__)
@@ -152,12 +153,13 @@ class StepProfiler:
         profiled, self._profiled = self._profiled, {}
         if folder is None:
             return
-        files = [file for group in self._groups for of_rank in group.stop_profile() for file in of_rank]
-        files += stop_profile()
-        if self._timeline is None:
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        write_chrome_trace(profiled, folder / "timeline.json")
+        with phase("write the profile"):
+            files = [file for group in self._groups for of_rank in group.stop_profile() for file in of_rank]
+            files += stop_profile()
+            if self._timeline is None:
+                return
+            folder.mkdir(parents=True, exist_ok=True)
+            write_chrome_trace(profiled, folder / "timeline.json")
         names = [Path(file).name for file in files]
         shown = ", ".join(names) if len(names) <= MAX_NAMES else f"{len(names)} files"
         logger.info(

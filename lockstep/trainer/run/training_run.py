@@ -22,6 +22,7 @@ from lockstep.observability.jsonl import METRICS_FILE, last_step
 from lockstep.observability.run_folder import CONFIG
 from lockstep.observability.status_file import StatusFile
 from lockstep.observability.trackers import Tracking
+from lockstep.observability.watchdog.deadlines import Deadlines
 from lockstep.observability.watchdog.verdict import Culprit
 from lockstep.observability.watchdog.watchdog import Watchdog
 from lockstep.trainer.run.checkpoint import CheckpointStore, RunLock
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 LOADER_STATE = "data"
 TRAINER_STATE = "trainer_state"
 """Names in a checkpoint, for `utils/state_file.py`."""
+STUCK_SAVE_S = 10.0
+"""How long a run that was stuck waits for its last checkpoint."""
 
 
 class TrainingRun(ExitStack):
@@ -140,13 +143,17 @@ class TrainingRun(ExitStack):
         ends = config.on_hang != "warn"
         if ends:
             self._hang_exit = self.enter_context(HangExit(config.on_hang == "restart", self._end_by_force))
-        host, role = controller_address(self.config)
+        deadlines = (self.restarts and self.restarts.deadlines) or Deadlines(config.watchdog)
+        if self.restarts is not None:
+            self.restarts.deadlines = deadlines
         try:
-            watchdog = Watchdog(config.watchdog, self.folder, host, role, self._on_hang if ends else None)
-        except OSError as error:  # no address to listen at
-            logger.warning("the run is not watched (trainer.watchdog): %s", error)
+            host, role = controller_address(self.config)
+            on_hang = self._on_hang if ends else None
+            watchdog = self.enter_context(Watchdog(config.watchdog, self.folder, host, role, on_hang, deadlines))
+        except Exception as error:  # noqa: BLE001 - such as no address to listen at, or no more threads: the run goes on
+            logger.warning("the run is not watched (trainer.watchdog): %s: %s", type(error).__name__, error)
             return
-        self._watchdog = self.enter_context(watchdog)
+        self._watchdog = watchdog
         if self._status is not None:
             self._status.watch = watchdog.status
             self.callback(setattr, self._status, "watch", None)
@@ -315,15 +322,20 @@ class TrainingRun(ExitStack):
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is complete (`trainer.async_save`); raises what has failed."""
+        self._finish_saving(None)
+
+    def _finish_saving(self, timeout_s: float | None) -> None:
         if self._saving is not None:
             with waiting("file", f"{self.folder}, the checkpoint that is being saved"):
-                self._saving.finish()
+                self._saving.finish(timeout_s)
 
     def end_saving(self) -> None:
-        """At the end of a run that may have failed already."""
+        """At the end of a run that may have failed already. If it was stuck, the disk may be the reason: do not wait for long."""
+        is_stuck = self._hang_exit is not None and self._hang_exit.verdict is not None
         try:
-            self.finish_saving()
+            self._finish_saving(STUCK_SAVE_S if is_stuck else None)
         except Exception as error:  # noqa: BLE001 - told, and earlier checkpoints are there
+            self._saving = None
             logger.warning("the last checkpoint could not be saved: %s", error)
 
     def _prune_copied(self) -> None:
