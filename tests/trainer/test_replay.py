@@ -114,6 +114,7 @@ def test_other_numbers_in_the_log_are_named(copy: Path) -> None:
     assert "1.jsonl: 1 rows differ" in out and "in score" in out and "step 1 is different" in out
 
 
+@pytest.mark.slow
 def test_a_changed_coefficient_is_localised_to_the_loss(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = listing(run)
     code = cli.main(of_page(1, run))
@@ -153,17 +154,6 @@ def test_runs_part_where_a_resumed_one_got_another_coefficient(
     assert cli.main(["replay", str(other), "--step", "7"]) == 2
     error = capsys.readouterr().err
     assert f"{COEF} changed between step 0 and step 7" in error and "can be replayed: 1-5" in error
-
-
-@pytest.mark.slow
-def test_runs_with_other_seeds_part_in_the_tokens(
-    run: Path, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other_seed = ["trainer.total_training_steps=1", "trainer.save_freq=0", "actor_rollout_ref.rollout.seed=3"]
-    other = train("grpo", files, tmp_path / "seed", *SHORT, *other_seed)
-    assert cli.main(["replay", str(run), "--until-first-difference", str(other)]) == 1
-    out = capsys.readouterr().out
-    assert "first differ at step 1" in out and "first difference: generation: responses: " in out, out
 
 
 class Keeper(StepObserver):
@@ -258,8 +248,8 @@ URLS = "rollout.server.urls=[http://127.0.0.1:8]"
         (nothing, ["--step", "12"], "--step 12: {run} has no such training step; it has 1-7"),
         (nothing, ["--step", "0"], "no such training step"),
         (nothing, ["--step", "6", "--set", "actor_rollout_ref.actor.kl_los_coef=1"], "kl_loss_coef"),
-        (nothing, ["--step", "6", "--set", f"{COEF}"], "cannot be parsed"),
-        (nothing, ["--step", "6", "--set", f"{COEF}=high"], COEF),
+        pytest.param(*(nothing, ["--step", "6", "--set", f"{COEF}"], "cannot be parsed"), marks=pytest.mark.slow),
+        pytest.param(*(nothing, ["--step", "6", "--set", f"{COEF}=high"], COEF), marks=pytest.mark.slow),
         (nothing, ["--step", "6", "--until-first-difference", "{run}"], "leave --step and --set out"),
         (nothing, ["--until-first-difference", "{run}/none"], "no such folder"),
         (no_optimizer, ["--step", "7"], "global_step_5 has no extra and no optimizer"),
@@ -269,7 +259,10 @@ URLS = "rollout.server.urls=[http://127.0.0.1:8]"
         (lambda run: edit_settings(run, "trainer.async_mode", "colocated"), ["--step", "6"], "depends on timing"),
         (own_code, ["--step", "6"], "a replay runs no code from the run's own folder"),
         (servers, ["--step", "6"], "would get the weights of the replay; start others"),
-        (servers, ["--step", "6", "--set", URLS], "--set actor_rollout_ref.rollout.server.reload_command=COMMAND"),
+        pytest.param(
+            *(servers, ["--step", "6", "--set", URLS], "rollout.server.reload_command=COMMAND"),
+            marks=pytest.mark.slow,
+        ),
         (lambda run: edit_settings(run, "trainer.bogus", 1), ["--step", "6"], "trainer.bogus"),
         (lambda run: (run / "configs" / "001_step_0.yaml").write_text("[1"), ["--step", "6"], "cannot be read"),
     ],
