@@ -31,6 +31,8 @@ JOURNAL = "rollout_journal"
 JOURNAL_EVENTS = "journal.jsonl"
 AUDITS = "audits"
 """Folder of `trainer/ppo/batch_dump.py`."""
+AUDIT_INFO = "info.json"
+"""File of each dump in it."""
 REFERENCE_FILE = "reference_log_probs.safetensors"
 """Of DPO: log-probs of the starting model, by `trainer/supervised/dpo.py`."""
 _START = re.compile(r"\d+_step_(\d+)\.yaml")

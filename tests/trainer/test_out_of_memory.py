@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.sft import SFTConfig
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.micro_batch_limits import MicroBatchFailure
 from lockstep.observability.glossary import explain as explain_metric
@@ -199,6 +200,17 @@ def test_what_to_set_for_a_long_sequence() -> None:
     assert pair is not None and "2 sequences that stay together of 1000 tokens" in pair
     smaller = explain(error_with(MicroBatchFailure("critic.k", 64, 700, 300, 9), "update_critic"), config)
     assert smaller is not None and smaller.endswith("set critic.k=64")
+
+
+def test_what_to_set_after_a_trial_of_the_split_audit(tiny_run_files: Path) -> None:
+    files = [f"model.path={tiny_run_files}/model", f"data.train_files={tiny_run_files}/train.parquet"]
+    for settings, expected in (
+        ([], "set data.max_token_len_per_gpu=500"),
+        (["data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=4"], "set data.micro_batch_size_per_gpu=2"),
+    ):
+        config = load_config(SFTConfig, [*files, *settings])
+        line = explain(error_with(MicroBatchFailure("num_rows", 2, 700, 300, 4), "train_batch"), config)
+        assert line is not None and expected in line, line
 
 
 def test_sizes_of_a_checkpoint_are_dropped_if_the_key_has_changed() -> None:

@@ -15,13 +15,15 @@ import torch
 import yaml
 
 from lockstep import cli
-from lockstep.config.schema import set_in
+from lockstep.config.ppo import PPOConfig
+from lockstep.config.schema import set_in, with_values
 from lockstep.protocol import DataProto
+from lockstep.rewards.model_judge import AnswerCache
 from lockstep.trainer.main_ppo import run_ppo
 from lockstep.trainer.ppo.batch_dump import DumpInfo, write_dump
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.task_runner import TaskRunner
-from lockstep.trainer.replay.compare import compare_metrics, row_changes, tensor_changes
+from lockstep.trainer.replay.compare import compare_dumps, compare_metrics, row_changes, tensor_changes
 from lockstep.trainer.replay.recording import (
     Digest,
     ModelRecord,
@@ -31,6 +33,7 @@ from lockstep.trainer.replay.recording import (
     read_recording,
     write_recording,
 )
+from lockstep.trainer.replay.replay import replayed_config
 from lockstep.trainer.replay.source_run import SourceRun, config_from
 from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.run.observer import StepObserver
@@ -111,6 +114,7 @@ def test_other_numbers_in_the_log_are_named(copy: Path) -> None:
     assert "1.jsonl: 1 rows differ" in out and "in score" in out and "step 1 is different" in out
 
 
+@pytest.mark.slow
 def test_a_changed_coefficient_is_localised_to_the_loss(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = listing(run)
     code = cli.main(of_page(1, run))
@@ -152,17 +156,6 @@ def test_runs_part_where_a_resumed_one_got_another_coefficient(
     assert f"{COEF} changed between step 0 and step 7" in error and "can be replayed: 1-5" in error
 
 
-@pytest.mark.slow
-def test_runs_with_other_seeds_part_in_the_tokens(
-    run: Path, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other_seed = ["trainer.total_training_steps=1", "trainer.save_freq=0", "actor_rollout_ref.rollout.seed=3"]
-    other = train("grpo", files, tmp_path / "seed", *SHORT, *other_seed)
-    assert cli.main(["replay", str(run), "--until-first-difference", str(other)]) == 1
-    out = capsys.readouterr().out
-    assert "first differ at step 1" in out and "first difference: generation: responses: " in out, out
-
-
 class Keeper(StepObserver):
     """Keeps the batch of step 6 as an audit does: as it is, and with a score that is not a number."""
 
@@ -177,6 +170,8 @@ class Keeper(StepObserver):
         broken = batch.select(deepcopy=True)
         broken.tensors["token_level_scores"] = torch.full_like(batch.tensors["token_level_scores"], math.nan)
         assert write_dump(self.run, broken, replace(info, audit="finite")) is not None
+        assert write_dump(self.run, broken, replace(info, audit="rollout_gap")) is not None
+        assert write_dump(self.run, batch, replace(info, audit="gradient")) is not None
 
 
 @pytest.mark.slow
@@ -198,6 +193,10 @@ def test_the_update_of_a_dumped_batch(copy: Path, capsys: pytest.CaptureFixture[
     assert "found again" in out and "not finite" in out
     assert cli.main(["replay", str(dumps / "step_6_advantages")]) == 0
     assert "not found again" in capsys.readouterr().out
+    assert cli.main(["replay", str(dumps / "step_6_rollout_gap")]) == 4
+    assert "it ended at step 6 with another finding: " in capsys.readouterr().out
+    assert cli.main(["replay", str(dumps / "step_6_gradient")]) == 4
+    assert "audit gradient compares with what only the run had" in capsys.readouterr().out
     assert cli.main(["replay", str(dumps / "step_6_finite"), "--step", "6"]) == 2
     shutil.rmtree(copy / "global_step_5")
     assert cli.main(["replay", str(dumps / "step_6_finite")]) == 2
@@ -223,8 +222,21 @@ def damaged(run: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
 
 
+def own_code(run: Path) -> None:
+    edit_settings(run, "custom_reward_function.path", str(run / "reward.py"))
+    (run / "reward.py").write_text("raise SystemExit('this was run')")
+
+
+def servers(run: Path) -> None:
+    edit_settings(run, "actor_rollout_ref.rollout.server.urls", ["http://127.0.0.1:9"])
+    edit_settings(run, "actor_rollout_ref.rollout.server.reload_command", "restart {url}")
+
+
 def nothing(run: Path) -> None:
     pass
+
+
+URLS = "rollout.server.urls=[http://127.0.0.1:8]"
 
 
 @pytest.mark.parametrize(
@@ -236,8 +248,8 @@ def nothing(run: Path) -> None:
         (nothing, ["--step", "12"], "--step 12: {run} has no such training step; it has 1-7"),
         (nothing, ["--step", "0"], "no such training step"),
         (nothing, ["--step", "6", "--set", "actor_rollout_ref.actor.kl_los_coef=1"], "kl_loss_coef"),
-        (nothing, ["--step", "6", "--set", f"{COEF}"], "cannot be parsed"),
-        (nothing, ["--step", "6", "--set", f"{COEF}=high"], COEF),
+        pytest.param(*(nothing, ["--step", "6", "--set", f"{COEF}"], "cannot be parsed"), marks=pytest.mark.slow),
+        pytest.param(*(nothing, ["--step", "6", "--set", f"{COEF}=high"], COEF), marks=pytest.mark.slow),
         (nothing, ["--step", "6", "--until-first-difference", "{run}"], "leave --step and --set out"),
         (nothing, ["--until-first-difference", "{run}/none"], "no such folder"),
         (no_optimizer, ["--step", "7"], "global_step_5 has no extra and no optimizer"),
@@ -245,6 +257,12 @@ def nothing(run: Path) -> None:
         pytest.param(*(other_data, ["--step", "1"], "the data of the run has changed since"), marks=pytest.mark.slow),
         (damaged, ["--step", "7"], "is damaged"),
         (lambda run: edit_settings(run, "trainer.async_mode", "colocated"), ["--step", "6"], "depends on timing"),
+        (own_code, ["--step", "6"], "a replay runs no code from the run's own folder"),
+        (servers, ["--step", "6"], "would get the weights of the replay; start others"),
+        pytest.param(
+            *(servers, ["--step", "6", "--set", URLS], "rollout.server.reload_command=COMMAND"),
+            marks=pytest.mark.slow,
+        ),
         (lambda run: edit_settings(run, "trainer.bogus", 1), ["--step", "6"], "trainer.bogus"),
         (lambda run: (run / "configs" / "001_step_0.yaml").write_text("[1"), ["--step", "6"], "cannot be read"),
     ],
@@ -286,6 +304,33 @@ def test_samples_that_depend_on_timing_come_from_the_journal(files: Path, tmp_pa
     assert code == 0 and "metrics equal bit for bit" in out, out
     code, out = replayed(run, 3, "--set", f"{COEF}=0.3")
     assert code == 1 and "stages that differ: loss -> gradient -> weights" in out, out
+
+
+def test_what_a_replay_writes_is_in_its_own_folder(run: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "answers.sqlite"
+    AnswerCache(str(cache)).put("question", "answer")
+    found = SourceRun(run).find(6)
+    assert isinstance(found.config, PPOConfig)
+    ensemble = {"style": {"source": "judge", "kwargs": {"cache_path": str(cache)}}, "correct": {"source": "scorer"}}
+    server = "actor_rollout_ref.rollout.server"
+    values = {f"{server}.weights_folder": "/shared", f"{server}.weights_owner": str(run), f"{server}.urls": ["u"]}
+    values |= {"reward_model.judge.cache_path": str(cache), "reward_model.ensemble": ensemble}
+    found = replace(found, config=with_values(found.config, values))
+    (tmp_path / "scratch").mkdir()
+    config: Any = replayed_config(found, tmp_path / "scratch", {})
+    server_config = config.actor_rollout_ref.rollout.server
+    written = [server_config.weights_folder, server_config.weights_owner, config.reward_model.judge.cache_path]
+    written.append(config.reward_model.ensemble["style"]["kwargs"]["cache_path"])
+    assert all(Path(path).is_relative_to(tmp_path / "scratch") for path in written) and len(set(written)) == 4
+    assert AnswerCache(written[2]).get("question") == AnswerCache(written[3]).get("question") == "answer"
+
+
+def test_the_dump_of_another_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
+    for name in ("weights_of_may", "global_step_6"):
+        (tmp_path / name).mkdir()
+        with pytest.raises(RunError, match="is not a checkpoint before step 6") as raised:
+            SourceRun(run).find_dumped(6, tmp_path / name)
+        assert raised.value.exit_code == 2
 
 
 # Comparison, without runs.
@@ -369,6 +414,17 @@ def test_the_first_tensor_that_differs_is_named() -> None:
     (change,) = tensor_changes(old, recording(models=models))
     assert (change.stage, change.name) == ("gradient", "gradient of the actor")
     assert change.how.startswith("1 of 2 tensors; the first v: norm 1 and 1.5")
+
+
+def test_nan_and_padding_are_no_difference(tmp_path: Path) -> None:
+    for name, second in (("old", 1.0), ("new", 1.0), ("other", 2.0)):
+        (tmp_path / name).write_text(f'{{"score": NaN, "values": [NaN, {second}]}}\n')
+    assert compare_dumps(tmp_path / "old", tmp_path / "new") == []
+    (difference,) = compare_dumps(tmp_path / "old", tmp_path / "other")
+    assert (difference.rows, difference.columns) == ([0], ["values"])
+    old = recording()
+    wider = recording(columns={name: torch.nn.functional.pad(value, (0, 2)) for name, value in old.columns.items()})
+    assert row_changes(old, wider) == []
 
 
 def test_checkpoints_of_an_earlier_course_are_not_used(copy: Path) -> None:

@@ -24,7 +24,7 @@ from lockstep.models.tensor_group import tensor_group
 from lockstep.models.token_models import PolicyModel
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.fingerprint import fingerprint
-from lockstep.utils.out_of_memory import is_out_of_memory
+from lockstep.utils.out_of_memory import refusal_in
 from lockstep.utils.progress import count
 from lockstep.utils.step_stop import generation_stopped
 
@@ -300,9 +300,9 @@ def shortage_of(call: Callable[[], object]) -> str | None:
     try:
         call()
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if (refusal := refusal_in(error)) is None:
             raise
-        return str(error).partition("\n")[0].partition(". GPU ")[0] or "MemoryError"
+        return str(refusal).partition("\n")[0].partition(". GPU ")[0] or "MemoryError"
     return None
 
 

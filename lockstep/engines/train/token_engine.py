@@ -8,6 +8,7 @@ A mini-batch that runs out of memory is computed again from its beginning, in sm
 How the model is sharded, its gradient reduced and its optimizer stepped is up to the subclass.
 """
 
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from functools import partial
@@ -60,6 +61,8 @@ from lockstep.utils.progress import count, phase
 from lockstep.utils.seqlen import agreed_runs
 from lockstep.utils.spans import spanned
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 
@@ -89,7 +92,7 @@ class TokenEngine(TrainEngine):
         self.limits = MicroBatchLimits()
         self._max_length = rope_limit(model)
         self._current: list[int] = []
-        """Rows of the micro-batch that is being computed."""
+        """Rows of the micro-batch that is being computed; empty outside of micro-batches."""
 
     @abstractmethod
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
@@ -178,10 +181,11 @@ class TokenEngine(TrainEngine):
         can_retry = self._can_retry and not self._has_gradient()
         while True:
             parts = self._partitions(batch, micro)
+            self._current = []
             try:
                 return compute(parts)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                if not is_out_of_memory(error) or not self._current:  # smaller micro-batches would not help
                     raise
                 failure = self._failure(batch, micro)
                 if not can_retry or (failure.smaller is None and not self._keep_fewer_activations()):
@@ -196,6 +200,7 @@ class TokenEngine(TrainEngine):
     def _each(self, parts: list[list[int]]) -> Iterator[list[int]]:
         for self._current in parts:
             yield self._current
+        self._current = []
 
     def _failure(self, batch: Batch, micro: MicroBatching) -> MicroBatchFailure:
         """The current micro-batch as one that does not fit."""
@@ -214,7 +219,10 @@ class TokenEngine(TrainEngine):
 
     def _keep_fewer_activations(self) -> bool:
         """Recompute the activations of all layers from now on; False if that is so already."""
-        return self.checkpointing is not None and self.checkpointing.keep_nothing()
+        if self.checkpointing is None or not self.checkpointing.keep_nothing():
+            return False
+        logger.warning("out of memory: the activations of all layers are recomputed in this process from now on")
+        return True
 
     def _accumulating(self) -> Iterator[nn.Parameter]:
         """The parameters that gradients are added to."""

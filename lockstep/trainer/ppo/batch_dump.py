@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.observability.run_folder import AUDITS
+from lockstep.observability.run_folder import AUDIT_INFO as INFO, AUDITS
 from lockstep.protocol import DataProto
 from lockstep.utils.state_file import encode
 
 logger = logging.getLogger(__name__)
 
-INFO = "info.json"
 BATCH = "batch.safetensors"
 MOST_PER_AUDIT = 3
 """Dumps of one audit in the folder of a run."""
@@ -105,10 +104,6 @@ def read_dump(folder: Path) -> BatchDump:
     if not (folder / BATCH).is_file():
         raise ValueError(f"{folder} has no {BATCH}")
     return BatchDump(folder, info, DataProto.load_from_disk(folder / BATCH))
-
-
-def is_dump(folder: Path) -> bool:
-    return (folder / INFO).is_file() and (folder / BATCH).is_file()
 
 
 def _plain(batch: DataProto) -> tuple[DataProto, list[str]]:

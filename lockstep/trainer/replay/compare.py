@@ -88,6 +88,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _same(old: Any, new: Any) -> bool:
+    """NaN is the same as NaN, also in lists."""
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(_same(*pair) for pair in zip(old, new))
     both_nan = isinstance(old, float) and isinstance(new, float) and math.isnan(old) and math.isnan(new)
     return both_nan or bool(old == new)
 
@@ -138,7 +141,7 @@ def _rows_that_differ(
     for number in range(max(len(old), len(new))):
         before = old[number] if number < len(old) else {}
         after = new[number] if number < len(new) else {}
-        names = [n for n in {**before, **after} if n not in left_out and before.get(n) != after.get(n)]
+        names = [n for n in {**before, **after} if n not in left_out and not _same(before.get(n), after.get(n))]
         if names:
             rows.append(number)
             columns |= dict.fromkeys(names)
@@ -291,6 +294,12 @@ def _per_row(recording: "Recording", number: str) -> list[float]:
 
 
 def _parts_at(old: "Recording", new: "Recording", row: int) -> int | None:
-    """The first position at which a row's response has other tokens."""
-    a, b = ([*recording.columns["responses"][row].tolist()] for recording in (old, new))
+    """The first position at which a row's response has other tokens. Padding, after the last trained token, is left out."""
+    a, b = (_tokens(recording, row) for recording in (old, new))
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None if len(a) == len(b) else min(len(a), len(b)))
+
+
+def _tokens(recording: "Recording", row: int) -> list[int]:
+    trained = recording.columns["response_mask"][row].nonzero()
+    tokens: list[int] = recording.columns["responses"][row, : int(trained.max()) + 1 if len(trained) else 0].tolist()
+    return tokens

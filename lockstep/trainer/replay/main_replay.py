@@ -1,10 +1,12 @@
 """`lockstep replay`: compute a step of a run again and compare it with the log, with a change, or with another run.
 
-Exit codes: 0 equal (of a dump: the finding is not there again), 1 different (of a dump: it is), 2 wrong input.
+Exit codes: 0 equal (of a dump: the finding is not there again), 1 different (of a dump: it is), 2 wrong input, 4 the finding of
+a dump cannot be checked.
 """
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,9 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import leaves, to_plain
 from lockstep.observability.compare import different_settings, read_config
 from lockstep.observability.console import LogHandler
+from lockstep.observability.jsonl import METRICS_FILE, read_metrics
 from lockstep.observability.rollout_files import dumps_of_run
+from lockstep.observability.run_folder import AUDIT_INFO
 from lockstep.trainer.replay import report
 from lockstep.trainer.replay.compare import (
     TensorChange,
@@ -29,12 +33,14 @@ from lockstep.trainer.replay.compare import (
 )
 from lockstep.trainer.replay.replay import ROLLOUTS, replay
 from lockstep.trainer.replay.source_run import (
+    SERVERS,
     JournalPart,
     SourceRun,
     StepToReplay,
     config_from,
     in_one_process,
     why_timing_matters,
+    with_servers,
     wrong,
 )
 from lockstep.trainer.run.errors import RunError, out_of_memory_as_run_error
@@ -42,8 +48,12 @@ from lockstep.utils.untrusted import printable
 
 logger = logging.getLogger(__name__)
 
-INFO = "info.json"
-"""The file by which the dump of an audit is told from a run (`trainer/ppo/batch_dump.py`)."""
+NEED_EARLIER_STEPS = (
+    *("gradient", "data_order", "frozen_parameters", "reference_policy", "reward_probe", "token_round_trip"),
+)
+"""Audits that compare with earlier steps, or with what a dump does not hold: a replay may not find again what they found."""
+CANNOT_BE_CHECKED = 4
+"""Exit code."""
 EPILOG = """\
 examples:
   lockstep replay runs/gsm8k --step 120
@@ -51,7 +61,8 @@ examples:
   lockstep replay runs/gsm8k --until-first-difference runs/gsm8k-again
   lockstep replay runs/gsm8k/audits/step_120_gradient
 
-The run's folder is only read. Exit codes: 0 equal, 1 different, 2 wrong input. docs/replay.md
+The run's folder is only read. It runs the code that the run ran. Exit codes: 0 equal, 1 different,
+2 wrong input, 4 not to be checked. docs/replay.md
 """
 
 
@@ -72,7 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if (options.run / INFO).is_file():
+    """`options.servers` gets the settings of `--set` that replace the run's servers: they change no number."""
+    options.servers = [change for change in options.set if change.partition("=")[0].endswith(SERVERS)]
+    options.set = [change for change in options.set if change not in options.servers]
+    if (options.run / AUDIT_INFO).is_file():
         if options.step is not None or options.set or options.other is not None:
             raise wrong(
                 f"{options.run} is the dump of an audit: give it alone, without --step, --set or --until-first-difference"
@@ -92,7 +106,7 @@ def _replay_and_check(options: argparse.Namespace) -> int:
     from lockstep.trainer.replay.recording import read_recording
 
     run = SourceRun(options.run)
-    to_replay = _found(run, options.step)
+    to_replay = _found(run, options.step, options.servers)
     local = in_one_process(to_replay.config) if options.local else {}
     _announce(to_replay)
     with _scratch(options) as folder:
@@ -124,8 +138,8 @@ def _replay_with_changes(options: argparse.Namespace) -> int:
     from lockstep.trainer.replay.recording import read_recording
 
     run = SourceRun(options.run)
-    as_it_was = _found(run, options.step)
-    changed = replace(as_it_was, config=config_from(as_it_was.settings, options.set))
+    as_it_was = _found(run, options.step, options.servers)
+    changed = replace(as_it_was, config=config_from(as_it_was.settings, [*options.servers, *options.set]))
     local = in_one_process(as_it_was.config) if options.local else {}
     _announce(as_it_was)
     with _scratch(options) as folder:
@@ -160,7 +174,7 @@ def _find_first_difference(options: argparse.Namespace) -> int:
     is_first = True
     for step in first_different_steps(runs[0].metrics, runs[1].metrics):
         report.say(f"{'the metrics first differ' if is_first else 'the metrics also differ'} at step {step}")
-        to_replay = [_found(run, step) for run in runs]
+        to_replay = [_found(run, step, options.servers) for run in runs]
         if is_first:
             settings = [read_config(found.settings) for found in to_replay]
             report.show_settings(list(different_settings(settings)), names)
@@ -188,7 +202,6 @@ def _replay_dump(options: argparse.Namespace) -> int:
     """Compute the update of a dumped batch again."""
     from lockstep.trainer.ppo.batch_dump import read_dump
     from lockstep.trainer.replay.recording import read_recording
-    from lockstep.utils.audit import AuditError
 
     try:
         dump = read_dump(options.run)
@@ -197,7 +210,7 @@ def _replay_dump(options: argparse.Namespace) -> int:
     info = dump.info
     report.say(f"audit {info.audit} at step {info.step}: {info.message}")
     run = SourceRun(dump.run)
-    to_replay = run.find_dumped(info.step, dump.checkpoint)
+    to_replay = with_servers(run.find_dumped(info.step, dump.checkpoint), options.servers)
     if (why := why_timing_matters(to_replay.config)) and to_replay.begin < info.step - 1:
         to_replay = replace(to_replay, journal=_journal_of(to_replay, info.step - 1))
         if to_replay.journal is None:
@@ -208,18 +221,29 @@ def _replay_dump(options: argparse.Namespace) -> int:
         try:
             replay(to_replay, folder, local=local, batch=dump.folder)
         except RunError as error:
-            if not isinstance(error.__cause__, AuditError) and f"audit {info.audit}" not in str(error):
+            if not (audit := re.search(r"\(audit (\w+);", str(error))):
                 raise
-            report.say(f"found again: {str(error).partition('; the step')[0]}")
-            return 1
+            step = max((row["step"] for row in read_metrics(folder / METRICS_FILE)), default=to_replay.begin) + 1
+            message = str(error).partition("; the step")[0]
+            if (audit[1], step) == (info.audit, info.step):
+                report.say(f"found again: {message}")
+                return 1
+            report.say(f"cannot be checked in a replay: it ended at step {step} with another finding: {message}")
+            return CANNOT_BE_CHECKED
         findings = read_recording(folder).findings
     report.show_findings(findings)
-    report.say("found again" if info.audit in findings else "not found again: the step is computed without the finding")
-    return 1 if info.audit in findings else 0
+    if info.audit in findings:
+        report.say("found again")
+        return 1
+    if info.audit in NEED_EARLIER_STEPS:
+        report.say(f"cannot be checked in a replay: audit {info.audit} compares with what only the run had")
+        return CANNOT_BE_CHECKED
+    report.say("not found again: the step is computed without the finding")
+    return 0
 
 
-def _found(run: SourceRun, step: int) -> StepToReplay:
-    found = run.find(step)
+def _found(run: SourceRun, step: int, servers: Sequence[str]) -> StepToReplay:
+    found = with_servers(run.find(step), servers)
     why = why_timing_matters(found.config)
     if why is None:
         return found

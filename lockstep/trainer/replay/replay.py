@@ -5,23 +5,26 @@ config and checkpoint of the run ─► the same trainer, workers and data ─�
 
 import logging
 import shutil
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.config.placement import controller_of, need_critic
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.schema import with_values
+from lockstep.config.schema import leaves, to_plain, with_values
 from lockstep.observability.jsonl import METRICS_FILE, read_metrics
 from lockstep.observability.run_folder import REFERENCE_FILE
-from lockstep.trainer.replay.source_run import PARTS, Config, StepToReplay
+from lockstep.trainer.replay.source_run import PARTS, Config, StepToReplay, wrong
 from lockstep.trainer.run.inputs import prepare_run
 
 ROLLOUTS = "rollouts"
 VALIDATION = "validation"
 """Folders of a replay for the dumps of `trainer.rollout_data_dir` and `trainer.validation_data_dir`."""
+WEIGHTS = "rollout_weights"
+"""Folder of a replay in place of `rollout.server.weights_folder`."""
 
 
 def replay(
@@ -36,6 +39,7 @@ def replay(
 
     local: keys that differ from the run's config because it is computed in one process. save_before, batch: see `Task`.
     """
+    _refuse_code_in(to_replay.run, to_replay.config)
     folder.mkdir(parents=True, exist_ok=True)
     config = replayed_config(to_replay, folder, local or {})
     if (to_replay.run / REFERENCE_FILE).is_file():
@@ -82,6 +86,12 @@ def replayed_config(to_replay: StepToReplay, folder: Path, local: dict[str, Any]
             values["trainer.rollout_data_dir"] = str(folder / ROLLOUTS)
         if config.trainer.validation_data_dir is not None:
             values["trainer.validation_data_dir"] = str(folder / VALIDATION)
+        server = config.actor_rollout_ref.rollout.server
+        if server.weights_folder is not None:
+            values["actor_rollout_ref.rollout.server.weights_folder"] = str(folder / WEIGHTS)
+        if server.weights_owner is not None:
+            values["actor_rollout_ref.rollout.server.weights_owner"] = str(folder)
+        values |= _copied_caches(config, folder)
         sections = ["actor_rollout_ref.actor", *(["critic"] if need_critic(config) else [])]
     else:
         sections = ["trainer"]
@@ -92,6 +102,52 @@ def replayed_config(to_replay: StepToReplay, folder: Path, local: dict[str, Any]
     }
     found: Config = with_values(config, values | local)
     return found
+
+
+def _copied_caches(config: PPOConfig, folder: Path) -> dict[str, Any]:
+    """The keys of the judges' caches, copied so that the run's are only read."""
+    path = config.reward_model.judge.cache_path
+    values: dict[str, Any] = {} if path is None else {"reward_model.judge.cache_path": _copied(path, folder, "judge")}
+    ensemble = {}
+    for name, entry in config.reward_model.ensemble.items():
+        kwargs = entry.get("kwargs") or {}
+        if entry.get("source") == "judge" and kwargs.get("cache_path"):
+            kwargs = {**kwargs, "cache_path": _copied(kwargs["cache_path"], folder, f"judge_{name}")}
+        ensemble[name] = {**entry, "kwargs": kwargs}
+    return values | ({"reward_model.ensemble": ensemble} if ensemble else {})
+
+
+def _copied(cache: str, folder: Path, name: str) -> str:
+    """A copy of a SQLite file, which another process may be writing; empty if there is no such file."""
+    source, target = Path(cache).expanduser().resolve(), folder / f"{name}.sqlite"
+    if source.is_file() and not target.exists():
+        with (
+            closing(sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True)) as old,
+            closing(sqlite3.connect(target)) as new,
+        ):
+            old.backup(new)
+    return str(target)
+
+
+def _refuse_code_in(run: Path, config: Config) -> None:
+    """A folder that somebody sent must not bring its own code."""
+    for key, value in leaves(to_plain(config)):
+        for word in _texts(value):
+            file = word if word.endswith(".py") else word.rpartition(":")[0]
+            if file.endswith(".py") and Path(file).expanduser().resolve().is_relative_to(run):
+                raise wrong(
+                    f"{key}={word}: a replay runs no code from the run's own folder; move the file elsewhere, and change its "
+                    f"path in config.yaml and configs/ of {run}"
+                )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings in a value of a config."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
 
 
 @contextmanager

@@ -4,8 +4,9 @@ step ─► the config it was trained with ─► the newest checkpoint before i
 """
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,7 @@ from lockstep.config.normalize import canonical_name
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.preference import DPOConfig, RMConfig
-from lockstep.config.schema import defaults, get_in, leaves
+from lockstep.config.schema import defaults, flat_values, get_in, leaves
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.config.short_names import SHORT_NAMES
 from lockstep.observability.jsonl import METRICS_FILE, read_metrics
@@ -40,6 +41,8 @@ PROGRAMS: dict[str, type[PPOConfig] | type[SupervisedConfig]] = {
     "optim": SFTConfig,
 }
 """A section that tells the program of a config, most specific first."""
+SERVERS = ("rollout.server.urls", "rollout.server.reload_command")
+"""Ends of the keys by which a run reaches running inference servers."""
 PARTS = {"model", "optimizer", "extra"}
 """What a checkpoint must hold so that the steps after it can be computed again."""
 NO_MATTER = (
@@ -158,7 +161,12 @@ class SourceRun:
             raise wrong(
                 f"{checkpoint}, from which step {step} was computed, has been removed; without it the step cannot be replayed"
             )
-        begin = 0 if checkpoint is None else int(checkpoint.name.rpartition("_")[2])
+        begin = 0
+        if checkpoint is not None:
+            name = re.fullmatch(r"global_step_(\d+)", checkpoint.name)
+            if name is None or int(name[1]) >= step:
+                raise wrong(f"{checkpoint} is not a checkpoint before step {step} (global_step_N); the dump is damaged")
+            begin = int(name[1])
         return StepToReplay(self.folder, step, config_from(settings), settings, checkpoint, begin)
 
     def _begin(self, step: int) -> tuple[int, Path | None] | str:
@@ -240,6 +248,20 @@ def program_of(tree: Mapping[str, Any], file: Path) -> type[PPOConfig] | type[Su
         if section in tree:
             return cls
     raise wrong(f"{file} is not the config of a training run (lockstep ppo, grpo, sft, rm or dpo)")
+
+
+def with_servers(found: StepToReplay, servers: Sequence[str]) -> StepToReplay:
+    """With other inference servers than the run's, to which a replay would send weights. servers: overrides of their keys."""
+    values = flat_values(found.config)
+    given = {key for key in SERVERS for change in servers if change.partition("=")[0].endswith(key)}
+    missing = [key for key in SERVERS if values.get(f"actor_rollout_ref.{key}") and key not in given]
+    if missing:
+        raise wrong(
+            f"{found.run} generates with running servers, which would get the weights of the replay; start others, and give "
+            f"--set 'actor_rollout_ref.{SERVERS[0]}=[URL]'"
+            + (f" and --set actor_rollout_ref.{SERVERS[1]}=COMMAND" if SERVERS[1] in missing else "")
+        )
+    return replace(found, config=config_from(found.settings, servers)) if servers else found
 
 
 def why_timing_matters(config: Config) -> str | None:

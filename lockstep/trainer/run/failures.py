@@ -137,7 +137,11 @@ def _out_of_memory(error: BaseException, config: PPOConfig | SupervisedConfig) -
     elif method in MICRO_BATCHES:
         keys = (RL | SUPERVISED)[MICRO_BATCHES[method]]
         switch, rows = attrgetter(keys.switch, keys.rows)(config)
-        fix = f"lower {keys.rows if switch is False or (switch is None and rows) else keys.tokens}"
+        by_rows = switch is False or (switch is None and rows)
+        key = keys.rows if by_rows else keys.tokens
+        fix = f"lower {key}"
+        if failure is not None:  # in a trial of an audit, which is no larger than a micro-batch
+            fix = f"set {key}={failure.smaller if by_rows else (failure.prompt + failure.response) // 2}"
     elif isinstance(config, SupervisedConfig) and isinstance(error, torch.OutOfMemoryError):  # loading the model
         fix = (
             "the model is too large: use more GPUs (torchrun --nproc_per_node), or set model.lora_rank or "

@@ -28,7 +28,6 @@ from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.data.loader import create_dataloader
 from lockstep.engines.train import EngineModel, LossFn, MicroBatching, create_train_engine
 from lockstep.engines.train.audit import UpdateAudit
-from lockstep.engines.train.micro_batch_limits import failure_of
 from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.models.loading import resolve_dtype
 from lockstep.trainer.run.interrupt import Interrupt
@@ -50,6 +49,7 @@ from lockstep.utils.distributed import (
     wait_for_all_ranks,
 )
 from lockstep.utils.metrics import reduced_over_ranks
+from lockstep.utils.out_of_memory import is_out_of_memory
 from lockstep.utils.progress import phase
 from lockstep.utils.state_file import load_state
 from lockstep.utils.timing import marked_timer
@@ -255,7 +255,7 @@ class SupervisedTrainer(ABC):
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or failure_of(error) is not None:
+            if is_out_of_memory(error):
                 error.add_note(f"raised in rank {current_rank()} by {type(self).__name__}.{method}")
             raise
 

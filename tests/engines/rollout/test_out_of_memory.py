@@ -116,6 +116,31 @@ def test_a_group_that_shares_a_prompt(model: Any) -> None:
         assert engine.scheduler.max_num_seqs <= 5
 
 
+def test_half_of_what_runs_is_left_if_a_few_new_prompts_cannot_be_sampled(model: Any) -> None:
+    engine = embedded(model, max_num_seqs=64)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    refusals: list[bool] = []
+    refuse(engine, "logits", lambda hidden: len(hidden) == 2 and bool(refusals) and refusals.pop())
+    num_finished = 0
+    with engine.serving():
+        for number in range(10):
+            if number == 8:
+                engine.step()
+                refusals.append(True)
+            engine.add(number, GenerationRequest([5, 6, number + 7], params, seed=number))
+        while engine.unfinished():
+            num_finished += len(engine.step())
+    assert num_finished == 10 and engine.scheduler.max_num_seqs == 5
+
+
+def test_limits_are_never_raised(model: Any) -> None:
+    engine = embedded(model, enable_chunked_prefill=False)
+    limits = engine.limits
+    limits.scheduler.max_num_tokens = 4096
+    assert limits.lower_tokens(20_000, "no memory") and limits.scheduler.max_num_tokens == 4096
+    assert limits.lower_tokens(4096, "no memory") and limits.scheduler.max_num_tokens == 2048
+
+
 def test_prompts_get_chunks_if_one_alone_is_too_long(model: Any, expected: list[Completion]) -> None:
     engine = embedded(model, enable_chunked_prefill=False)
     refuse(engine, "forward", most_tokens(17))

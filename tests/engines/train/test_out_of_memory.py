@@ -5,6 +5,7 @@ import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -182,6 +183,17 @@ def test_other_errors_pass(folder: Path) -> None:
     with pytest.raises(RuntimeError, match="illegal") as raised:
         engine.forward_backward(cases.make_batch(0, ALL_REAL), loss_fn, case.micro)
     assert failure_of(raised.value) is None
+
+
+def test_memory_that_runs_out_after_the_micro_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Smaller ones would not help."""
+    case = Case(micro=MicroBatching(num_rows=2, key=KEY), num_real=ALL_REAL)
+    engine = cases.build_engine(folder, case)
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    monkeypatch.setattr("lockstep.engines.train.token_engine._joined", Mock(side_effect=error))
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        engine.forward(cases.make_batch(0, ALL_REAL), case.micro)
+    assert raised.value is error and failure_of(error) is None and not engine.limits.sizes
 
 
 def test_tensors_of_the_failed_pass_are_freed(folder: Path) -> None:

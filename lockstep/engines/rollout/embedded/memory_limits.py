@@ -45,7 +45,7 @@ class MemoryLimits:
         """Preempt about half of the sequences; False if there is only one. Nothing may be in flight."""
         if num_running <= 1:
             return False
-        limit = num_running // 2
+        limit = min(self.scheduler.max_num_seqs, num_running // 2)
         self.scheduler.max_num_seqs = limit
         self.scheduler.preempt_above(limit)
         self._note("max_num_seqs", limit, f"{num_running} sequences at once", reason)
@@ -60,7 +60,7 @@ class MemoryLimits:
             logger.warning(
                 "prompts are prefilled in chunks from now on, despite %s.enable_chunked_prefill=false", _ROLLOUT
             )
-        limit = max(LEAST_TOKENS, num_tokens // 2)
+        limit = min(self.scheduler.max_num_tokens, max(LEAST_TOKENS, num_tokens // 2))
         self.scheduler.max_num_tokens = limit
         self._note("max_num_batched_tokens", limit, f"a prefill step of {num_tokens} tokens", reason)
         return True

@@ -164,13 +164,13 @@ class StepLoop:
             self._in_flight.append(([(sequence, 1) for sequence in inputs.samplers], sampled))
 
     def _retreat_from_prefill(self, prefill: PrefillStep, decoder: Decoder, shortage: str) -> None:
-        """Take the step back, and lower the limit on what it had too much of: tokens, or rows of logits."""
+        """Take the step back, and lower the limit on tokens or, if they were computed, on sequences."""
         num_tokens = sum(row.stop - row.start for row in prefill.rows)
-        num_samplers = sum(len(row.samplers) for row in prefill.rows)
+        num_running = len(self.scheduler.running)
         self.scheduler.undo_prefill(prefill)
         self._free_memory(decoder)
         if prefill.is_computed:
-            lowered = self.limits.lower_seqs(num_samplers, shortage)
+            lowered = self.limits.lower_seqs(num_running, shortage)
         else:
             lowered = self.limits.lower_tokens(num_tokens, shortage)
         if not lowered and not decoder.disable_graphs():

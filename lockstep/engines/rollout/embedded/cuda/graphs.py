@@ -69,9 +69,7 @@ class DecodeGraphs:
                 self._graphs[size, filtered] = self._capture(size, filtered)
                 self._routes[size, filtered] = self.runner.routes
         except RuntimeError as error:
-            if is_out_of_memory(error) or is_out_of_memory(
-                error.__context__ or error
-            ):  # ending the capture may fail too
+            if is_out_of_memory(error):
                 raise
             self.use_graphs = False
             self.clear()
