@@ -26,8 +26,7 @@ from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer, lo
 from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
 from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.engines.train.token_module import open_token_model
-from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching
-from lockstep.engines.train.trial import folded
+from lockstep.engines.train.train_engine import PARTS, EngineModel
 from lockstep.models.four_bit import dequantized, is_4bit
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.lora import (
@@ -40,7 +39,6 @@ from lockstep.models.shared_weights import copy_gathered, release_weights, share
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.models.weight_source import WeightSource
-from lockstep.protocol.columns import Batch
 from lockstep.utils.device import HostCopy
 from lockstep.utils.distributed import current_rank, get_mesh
 from lockstep.utils.host import prepare_cpu_for
@@ -181,14 +179,6 @@ class FsdpEngine(TokenEngine):
         value = float(copied.read())
         self._loss_scale.update(value)
         return value
-
-    def trial(self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object) -> tuple[float, Tensor]:
-        loss = self._trial_loss(batch, loss_fn, micro, **options)
-        with_gradient = [parameter for parameter in self.compute.parameters() if parameter.grad is not None]
-        found = folded(local(parameter.grad) for parameter in with_gradient if parameter.grad is not None)
-        for parameter in with_gradient:
-            parameter.grad = None
-        return loss, found
 
     def step_counts(self) -> tuple[int, int]:
         assert self.optimizer is not None
