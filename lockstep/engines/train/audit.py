@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.engines.train.optimizer import local
 from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.engines.train.train_engine import LossFn, MicroBatching, TrainEngine
 from lockstep.engines.train.trial import SplitTrials, split_tolerance
+from lockstep.models.shared_weights import shared_tensors
 from lockstep.models.split_weights import split_of
 from lockstep.protocol.columns import Batch
 from lockstep.utils.audit import Audits
@@ -99,6 +101,7 @@ class Changing:
 
 
 def _piece(tensor: Tensor) -> Tensor:
+    tensor = local(tensor)
     return tensor.flatten()[: PIECE_BYTES // tensor.element_size()]
 
 
@@ -276,7 +279,7 @@ class Lent:
         self._version = version
         own: dict[str, Any] = {}
         if module is not None:
-            own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+            own = dict(shared_tensors(module))
         split = None if module is None else split_of(module)
         wrong = []
         for name, tensor in engine.lent_weights(self._number):
@@ -304,6 +307,7 @@ def _same(one: Tensor, two: Tensor) -> bool:
 
 
 def _is_copy(master: Tensor, copy: Tensor) -> bool:
+    master, copy = local(master), local(copy)
     num = PIECE_BYTES // master.element_size()
     return torch.equal(master.flatten()[:num].to(copy.dtype), copy.flatten()[:num])
 

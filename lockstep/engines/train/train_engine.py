@@ -169,7 +169,7 @@ class TrainEngine(ABC):
         return None
 
     def trained_tensors(self) -> dict[str, Tensor]:
-        """What the optimizer updates on this rank, under any names that stay the same; empty if it cannot be read."""
+        """What the optimizer updates, under any names that stay the same; empty if it cannot be read."""
         return {}
 
     def frozen_tensors(self) -> dict[str, Tensor]:
@@ -177,7 +177,7 @@ class TrainEngine(ABC):
         return {}
 
     def copied_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Master weights and their copies that compute, as this rank holds them; empty if there are none."""
+        """Master weights and their copies that compute; empty if there are none."""
         return {}
 
     def lent_weights(self, number: int) -> Iterator[tuple[str, Tensor]]:
