@@ -31,7 +31,7 @@ STATE = "reward_probe"
 NUM_ROWS = 4
 EVERY = 50
 """Steps between two probes."""
-MOST_SHARE, LEAST_S = 0.01, 0.1
+MOST_SHARE, LEAST_S = 0.01, 0.5
 """Of a step, that a probe may take; one that takes less than so many seconds always may."""
 TENSORS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
 
