@@ -16,7 +16,7 @@ class SupervisedAuditConfig:
     gradient: Level = "warn"
     """The norm of the gradient is neither zero nor far above that of earlier steps."""
     micro_batch_split: Level = "stop"
-    """Loss and gradient do not depend on the split into micro-batches."""
+    """Outputs and loss do not depend on the split into micro-batches."""
     optimizer_steps: Level = "stop"
     """Every update takes as many optimizer steps as its batches promise, and its parameters change."""
     data_order: Level = "stop"

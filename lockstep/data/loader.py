@@ -55,14 +55,14 @@ class StatefulLoader:
         assert isinstance(dataset, Sized)
         self.dataset = dataset
         self.batch_size = batch_size
-        self.rows = _SampledRows(order) if isinstance(order, Sampler) else _OrderedRows(order)
+        self.rows = _SampledRows(order, len(dataset)) if isinstance(order, Sampler) else _OrderedRows(order)
         self.num_rows = self.rows.per_epoch(len(dataset))
         self.ledger = RowLedger(len(dataset), self.rows.rule)
         self.drawn: list[int] = []
         """Row numbers of the batch that was yielded last."""
         self.num_workers = num_workers
         self.drop_last = drop_last
-        self._collate = collate
+        self.collate = collate
         self._settings = settings
         self.epoch = 0
         self.position = 0
@@ -79,7 +79,7 @@ class StatefulLoader:
             self.dataset,
             batch_sampler=self._batches(starts, ahead),
             num_workers=self.num_workers,
-            collate_fn=self._collate,
+            collate_fn=self.collate,
             worker_init_fn=_begin_process,
             # Own generator: the seed that DataLoader draws for its workers must not advance the run's RNG.
             generator=torch.Generator().manual_seed(self.epoch),
@@ -242,9 +242,10 @@ class _OrderedRows:
 class _SampledRows:
     """Rows in a sampler's order: one iterator per epoch, kept until the epoch ends."""
 
-    def __init__(self, sampler: "Sampler[int]") -> None:
+    def __init__(self, sampler: "Sampler[int]", num_rows: int) -> None:
         self.sampler = sampler
-        self.rule: Rule = "any" if getattr(sampler, "replacement", False) else "distinct"
+        is_distinct = getattr(sampler, "replacement", None) is False and self.per_epoch(num_rows) <= num_rows
+        self.rule: Rule = "distinct" if is_distinct else "any"
         self._iterator: Iterator[int] | None = None
 
     def before(self, epoch: int, position: int) -> Sequence[int]:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import numpy as np
 
 Rule = Literal["each_once", "distinct", "any"]
-"""What the order promises. each_once: every row once in an epoch. distinct: no row twice in a batch, as of a sampler that may come
-back to a row. any: of a sampler that draws with replacement."""
+"""What the order promises. each_once: every row once in an epoch. distinct: no row twice in a batch, of a sampler with
+`replacement = False`. any: of other samplers, which may repeat rows."""
 
 
 class RowLedger:

@@ -22,6 +22,7 @@ from lockstep.models.lora import copy_adapters
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import copy_rope
 from lockstep.models.split_weights import split_of
+from lockstep.utils.tensor_places import named
 
 
 def rollout_module(model: PreTrainedModel) -> PreTrainedModel:
@@ -50,7 +51,7 @@ def share_weights(module: nn.Module, model: nn.Module) -> None:
 
 def shared_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What `share_weights` shares, by name."""
-    return chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+    return chain(named(model, "all parameters"), named(model, "buffers"))
 
 
 def copy_gathered(module: nn.Module, weights: Iterable[tuple[str, Tensor]], model: nn.Module) -> None:

@@ -50,15 +50,16 @@ class Audits:
         """Those of a worker."""
         self._new = dict(findings) | self._new
 
-    def log(self, keep: Callable[[str, str], str] = lambda name, message: "") -> dict[str, float]:
+    def log(self, keep: Callable[[str, str], str] = lambda name, message: "", *, warn: bool = True) -> dict[str, float]:
         """On the controller, at the end of a step: warn of what was found. Returns metrics: in how many steps so far.
 
         keep: (audit, message) -> what to add to the message, such as where the batch is.
+        warn: False only counts, on a rank whose findings another one logs.
         """
         for name, message in self.take_findings().items():
             self._counts[name] += 1
             message += keep(name, message)
-            if self._counts[name].bit_count() == 1:
+            if warn and self._counts[name].bit_count() == 1:
                 times = f" (found in {self._counts[name]} steps)" if self._counts[name] > 1 else ""
                 logger.warning("audit %s: %s%s", name, message, times)
         return {f"audit/{name}": float(count) for name, count in self._counts.items()}

@@ -29,6 +29,7 @@ from lockstep.engines.rollout.rollout_engine import (
 )
 from lockstep.engines.train import EngineModel, TrainEngine, create_train_engine
 from lockstep.engines.train.audit import ReferenceAudit, UpdateAudit
+from lockstep.engines.train.trial import SplitCheck
 from lockstep.models.loading import load_hf_config, model_folder, resolve_dtype
 from lockstep.models.model_check import check_batch
 from lockstep.models.router_replay import check_balance_loss
@@ -45,7 +46,7 @@ from lockstep.utils.model_path import revision_of
 from lockstep.utils.rollout_gap import GapBound, RolloutGap
 from lockstep.weight_sync import WeightSyncWorker
 from lockstep.weight_sync.proof import MAX_NEW, canary_prompt
-from lockstep.workers.losses import ExpertLoad, SplitCheck, actor_loss_fn, has_advantages
+from lockstep.workers.losses import ExpertLoad, actor_loss_fn, has_advantages
 from lockstep.workers.rollout_batch import batch_of, recorded_routes, requests_of, sampling_params
 from lockstep.workers.updates import MetricMeans, limits_of, micro_batching, mini_batches, num_mini_batches
 
@@ -334,7 +335,9 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                 if has_routes:
                     replays = config.router_replay.mode != "disabled"
                     options["routes"] = "replay" if replays else "compare" if gap is not None else None
-                audit.check_split(rows, actor_loss_fn(config, info, prepared), micro, **options)
+                replayed = {"routes": "replay"} if options.get("routes") == "replay" else {}
+                # the loss is checked by `check`
+                audit.check_split(rows, None, micro, temperature=self._temperature, **replayed)
                 metrics = engine.forward_backward(rows, loss_fn, micro, **options)
                 if load is not None:
                     load.keep()

@@ -1,8 +1,7 @@
 """The loss functions that workers pass to their engines, composed from `algorithms`."""
 
-import math
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -15,10 +14,10 @@ from lockstep.algorithms.losses.value import compute_value_loss
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.critic import CriticConfig
 from lockstep.engines.train.train_engine import LossFn, TrainEngine
+from lockstep.engines.train.trial import SplitCheck
 from lockstep.protocol.columns import Batch
 from lockstep.protocol.tokens import entries
 from lockstep.registry import defined_at, describe
-from lockstep.utils.audit import AuditError
 from lockstep.utils.rollout_gap import RolloutGap
 from lockstep.workers.updates import token_share
 
@@ -28,7 +27,7 @@ def actor_loss_fn(
     info: dict[str, Any],
     prepared: Iterable[str] = (),
     gap: RolloutGap | None = None,
-    check: "SplitCheck | None" = None,
+    check: SplitCheck | None = None,
     load: "ExpertLoad | None" = None,
 ) -> LossFn:
     """Policy loss, minus the entropy bonus, plus the KL to the reference, plus the load-balance loss of experts.
@@ -146,56 +145,6 @@ def _checked(result: Any, policy_loss: PolicyLossFn) -> tuple[Tensor, dict[str, 
         f"actor_rollout_ref.actor.policy_loss.loss_mode: {defined_at(policy_loss)} must return (loss, metrics), a scalar "
         f"tensor and a dict; it returned {describe(result)}"
     )
-
-
-SPLIT_TOLERANCE = 1e-3
-"""Difference between a loss and the sum of its halves that counts as rounding, relative to the loss and its gradient."""
-
-
-class SplitCheck:
-    """Checks once per run that the loss of some rows, and its gradient, is the sum over two parts of them.
-
-    Losses are summed over micro-batches, so another loss would depend on how many there are.
-    report: is told what is wrong; without it that is an AuditError.
-    """
-
-    def __init__(self, report: Callable[[str], None] | None = None) -> None:
-        self.is_done = False
-        self._report = report
-
-    def __call__(self, loss_fn: LossFn, outputs: dict[str, Tensor], rows: TensorDict, name: str) -> None:
-        """Report if they differ; without a gradient, the next micro-batch is checked."""
-        if self.is_done:
-            return
-        if len(rows) == 1:
-            outputs = {key: torch.cat((value, value)) for key, value in outputs.items()}
-            rows = cast(TensorDict, torch.cat((rows, rows)))
-        values = [value.detach().requires_grad_() for value in outputs.values()]
-
-        def loss_and_gradients(*parts: slice) -> list[Tensor]:
-            losses = [loss_fn(dict(zip(outputs, (v[part] for v in values))), rows[part])[0] for part in parts]
-            total = torch.stack(losses).sum()
-            gradients = torch.autograd.grad(total, values, materialize_grads=True) if total.requires_grad else ()
-            return [total.detach(), *gradients]
-
-        half = len(rows) // 2
-        whole, split = loss_and_gradients(slice(None)), loss_and_gradients(slice(half), slice(half, None))
-        scale = max(sum(float(value.abs().sum()) for value in parts) for parts in (whole, split))
-        self.is_done = scale > 0
-        if any(float((one - two).abs().sum()) > SPLIT_TOLERANCE * scale for one, two in zip(whole, split)):
-            message = (
-                f"{name}: the loss of {len(rows)} rows is {float(whole[0]):.4g} (norm of its gradient {_norm(whole):.4g}), but "
-                f"{float(split[0]):.4g} ({_norm(split):.4g}) in two micro-batches. The loss must be a sum over rows, divided by "
-                "counts of the whole mini-batch: call `agg_loss(loss_mat, response_mask, loss_agg_mode)`, or divide by "
-                "config.global_batch_info"
-            )
-            if self._report is None:
-                raise AuditError(message)
-            self._report(message)
-
-
-def _norm(loss_and_gradients: list[Tensor]) -> float:
-    return math.hypot(*(float(gradient.norm()) for gradient in loss_and_gradients[1:]))
 
 
 def critic_loss_fn(config: CriticConfig, info: dict[str, Any]) -> LossFn:

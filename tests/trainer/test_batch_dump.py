@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lockstep.protocol import DataProto
+from lockstep.trainer.ppo import batch_dump
 from lockstep.trainer.ppo.batch_dump import DumpInfo, checkpoint_name, read_dump, write_dump
 from tests.tiny import random_batch
 
@@ -25,6 +26,18 @@ def test_a_dump_is_read_back_without_what_is_not_plain_data(tmp_path: Path) -> N
     assert dump.batch.meta_info == {"global_steps": 4} and list(dump.batch.non_tensor_batch) == ["uid"]
     assert dump.info == DumpInfo("finite", "something is wrong", 4, 3, "global_step_2", left_out=["image"])
     assert dump.run == tmp_path.resolve() and dump.checkpoint == tmp_path.resolve() / "global_step_2"
+
+
+def test_large_columns_and_rows_beyond_the_limit_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = DataProto(random_batch())
+    size = sum(tensor.nbytes for tensor in batch.tensors.values())
+    batch.tensors["routed_experts"] = torch.zeros(6, 1000)
+    monkeypatch.setattr(batch_dump, "MOST_BYTES", size // 2)
+    folder = write_dump(tmp_path, batch, info_of(4))
+    assert folder is not None
+    dump = read_dump(folder)
+    assert len(dump.batch) == 3 and dump.info.left_out == ["routed_experts", "3 rows"]
+    assert torch.equal(dump.batch.tensors["input_ids"], batch.tensors["input_ids"][:3])
 
 
 def test_an_audit_keeps_three_batches_and_a_repeated_step_replaces_its_own(tmp_path: Path) -> None:

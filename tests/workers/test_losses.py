@@ -13,9 +13,10 @@ from lockstep.algorithms.losses.policy import prepare_policy_loss, register_poli
 from lockstep.algorithms.losses.preparation import MiniBatch
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.policy_loss import PolicyLossConfig
+from lockstep.engines.train.trial import SplitCheck
 from lockstep.utils.audit import AuditError
 from lockstep.utils.masked import masked_mean
-from lockstep.workers.losses import SplitCheck, actor_loss_fn
+from lockstep.workers.losses import actor_loss_fn
 
 INFO = {"dp_size": 1, "batch_num_tokens": 20, "global_batch_size": 6, "loss_scale_factor": None}
 

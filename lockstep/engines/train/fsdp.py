@@ -26,8 +26,7 @@ from lockstep.engines.train.optimizer import PiecewiseAdamW, build_optimizer, lo
 from lockstep.engines.train.state import load_extra, load_shards, save_extra, save_shards
 from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.engines.train.token_module import open_token_model
-from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching
-from lockstep.engines.train.trial import folded
+from lockstep.engines.train.train_engine import PARTS, EngineModel
 from lockstep.models.four_bit import dequantized, is_4bit
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.lora import (
@@ -40,11 +39,11 @@ from lockstep.models.shared_weights import copy_gathered, release_weights, share
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.models.weight_source import WeightSource
-from lockstep.protocol.columns import Batch
 from lockstep.utils.device import HostCopy
 from lockstep.utils.distributed import current_rank, get_mesh
 from lockstep.utils.host import prepare_cpu_for
 from lockstep.utils.spans import spanned
+from lockstep.utils.tensor_places import named
 
 
 class FsdpEngine(TokenEngine):
@@ -182,14 +181,6 @@ class FsdpEngine(TokenEngine):
         self._loss_scale.update(value)
         return value
 
-    def trial(self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object) -> tuple[float, Tensor]:
-        loss = self._trial_loss(batch, loss_fn, micro, **options)
-        with_gradient = [parameter for parameter in self.compute.parameters() if parameter.grad is not None]
-        found = folded(local(parameter.grad) for parameter in with_gradient if parameter.grad is not None)
-        for parameter in with_gradient:
-            parameter.grad = None
-        return loss, found
-
     def step_counts(self) -> tuple[int, int]:
         assert self.optimizer is not None
         return steps_taken(self.optimizer), self.schedule.last_epoch
@@ -197,32 +188,32 @@ class FsdpEngine(TokenEngine):
     def trained_tensors(self) -> dict[str, Tensor]:
         assert self.optimizer is not None
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        return {str(number): local(parameter) for number, parameter in enumerate(parameters)}
+        return {str(number): parameter for number, parameter in enumerate(parameters)}
 
     def frozen_tensors(self) -> dict[str, Tensor]:
         self._copies.wait()
         self._free_gathered()
-        found: dict[str, Tensor] = dict(self.compute.named_buffers())
-        found |= {name: local(p) for name, p in self.compute.named_parameters() if not p.requires_grad}
+        found: dict[str, Tensor] = dict(named(self.compute, "buffers"))
+        found |= {name: local(p) for name, p in named(self.compute, "parameters") if not p.requires_grad}
         if self._copied and self.optimizer is not None:
-            pairs = zip(self.model.named_parameters(), self.compute.parameters())
-            masters = {f"{n} (master)": local(p) for (n, p), copy in pairs if not p.requires_grad and p is not copy}
-            found |= masters
+            pairs = self._copied_pairs()
+            found |= {f"{name} (master)": local(p) for name, (p, _) in pairs.items() if not p.requires_grad}
         return found
 
     def copied_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        if not self._copied:
-            return {}
-        pairs = zip(self.model.named_parameters(), self.compute.parameters())
-        return {n: (local(p), local(copy)) for (n, p), copy in pairs if p is not copy}
+        return self._copied_pairs() if self._copied else {}
+
+    def _copied_pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        pairs = zip(named(self.model, "parameters"), named(self.compute, "parameters"))
+        return {name: (p, copy) for (name, p), (_, copy) in pairs if p is not copy}
 
     def lent_weights(self, number: int) -> Iterator[tuple[str, Tensor]]:
         if not self._sharded:
             yield from shared_tensors(self.compute.transformer)
             return
         self._free_gathered()
-        named = [(name, p) for name, p in self.compute.named_parameters() if not is_4bit(p)]
-        for name, parameter in (named[(number + i) % len(named)] for i in range(2)):
+        parameters = [(name, p) for name, p in named(self.compute, "parameters") if not is_4bit(p)]
+        for name, parameter in (parameters[(number + i) % len(parameters)] for i in range(2)):
             weight = sharding.whole(parameter.detach().to(self.device))
             yield self.compute.hf_name(name), weight.to(self._compute_dtype)
 

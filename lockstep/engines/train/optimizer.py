@@ -68,7 +68,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def steps_taken(optimizer: torch.optim.Optimizer) -> int:
     """The largest number of steps that a parameter's state counts; skipped ones are not among them."""
-    steps = [torch.as_tensor(state["step"]).float() for state in optimizer.state.values() if "step" in state]
+    steps = [torch.as_tensor(state["step"]) for state in optimizer.state.values() if "step" in state]
     return int(torch.stack(steps).max()) if steps else 0
 
 

@@ -232,15 +232,6 @@ class TokenEngine(TrainEngine):
         """Whether an earlier mini-batch has left its gradient, which a restart would lose."""
         return any(parameter.grad is not None for parameter in self._accumulating())
 
-    def _trial_loss(self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object) -> float:
-        """The loss over all ranks, after its gradient was added."""
-
-        def loss_alone(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, _ = loss_fn(outputs, rows)
-            return loss, {"loss": loss}
-
-        return self.forward_backward(batch, loss_alone, micro, **options)["loss"]
-
     def _names_on_all_ranks(self, own: list[str]) -> list[str]:
         """Metrics that any rank has: one with nothing but padding may have fewer."""
         if self.dp_size == 1:

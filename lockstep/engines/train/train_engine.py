@@ -164,28 +164,12 @@ class TrainEngine(ABC):
     def weight_shapes(self, *, merged: bool) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of `merged_weights`, or of the trained `weights`."""
 
-    def trial(self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object) -> tuple[float, Tensor]:
-        """Loss of a few rows of every rank, and numbers (N,) on this rank that depend on its gradient; nothing else changes.
-
-        For the audit of micro-batch splits, before the gradient of a mini-batch. An engine that can drop a gradient gives a sketch
-        of it (`trial.folded`); these numbers are the outputs. Collective.
-        """
-        outputs = self.forward(batch, micro, **options)
-        rows = batch.to_tensordict()
-        size = micro.num_rows or len(rows)
-        parts = [slice(start, start + size) for start in range(0, len(rows), size)]
-        losses = (loss_fn({name: v[part] for name, v in outputs.items()}, rows[part])[0] for part in parts)
-        (loss,) = self.global_sum(sum(map(float, losses)))
-        mask = rows["response_mask"]
-        numbers = [v * mask if v.shape == mask.shape else v for v in outputs.values() if v.is_floating_point()]
-        return loss, torch.cat([value.float().flatten() for value in numbers])
-
     def step_counts(self) -> tuple[int, int] | None:
         """Steps so far, as the optimizer and the schedule count them themselves; None if they do not."""
         return None
 
     def trained_tensors(self) -> dict[str, Tensor]:
-        """What the optimizer updates on this rank, under any names that stay the same; empty if it cannot be read."""
+        """What the optimizer updates, under any names that stay the same; empty if it cannot be read."""
         return {}
 
     def frozen_tensors(self) -> dict[str, Tensor]:
@@ -193,7 +177,7 @@ class TrainEngine(ABC):
         return {}
 
     def copied_tensors(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Master weights and their copies that compute, as this rank holds them; empty if there are none."""
+        """Master weights and their copies that compute; empty if there are none."""
         return {}
 
     def lent_weights(self, number: int) -> Iterator[tuple[str, Tensor]]:

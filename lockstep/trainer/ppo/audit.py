@@ -6,6 +6,7 @@ What an audit finds goes through `Audits.found`; the batch is kept in the run's 
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -151,6 +152,7 @@ class StepAudit:
         self.batch: DataProto | None = None
         """The batch of the step, as far as it is."""
         self._at = DumpInfo("", "", 0, 0, None)
+        self._began = time.monotonic()
 
     @contextmanager
     def step(self, step: int, num_updates: int, checkpoint: Path | None) -> Iterator[None]:
@@ -160,6 +162,7 @@ class StepAudit:
         """
         self._at = DumpInfo("", "", step, num_updates, checkpoint_name(self.folder, checkpoint))
         self.batch = None
+        self._began = time.monotonic()
         try:
             yield
         except AuditError as error:
@@ -177,8 +180,8 @@ class StepAudit:
 
     def _keep(self, audit: str, message: str) -> str:
         """Keep the batch; returns what to add to the message."""
-        if self.batch is None:
-            return ""
+        if self.batch is None or (audit == "advantages" and self.audits.levels.get(audit) == "warn"):
+            return ""  # which hard data do often
         kept = write_dump(self.folder, self.batch, replace(self._at, audit=audit, message=message))
         return "" if kept is None else f"; the step's batch is kept: lockstep replay {kept}"
 
@@ -192,7 +195,7 @@ class StepAudit:
         if self.audits.checks("token_round_trip"):
             self.round_trip.check(self.audits, batch, self._at.step)
         if self.audits.checks("reward_probe"):
-            self.probe.check(self.audits, batch, self._at.step)
+            self.probe.check(self.audits, batch, self._at.step, time.monotonic() - self._began)
 
     def check_versions(self, batch: DataProto, num_updates: int, max_staleness: int) -> None:
         """num_updates: the trainer's policy version."""

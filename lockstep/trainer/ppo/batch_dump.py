@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.observability.run_folder import AUDIT_INFO as INFO, AUDITS
 from lockstep.protocol import DataProto
+from lockstep.protocol.columns import names_of, tensors_of
 from lockstep.utils.state_file import encode
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,10 @@ logger = logging.getLogger(__name__)
 BATCH = "batch.safetensors"
 MOST_PER_AUDIT = 3
 """Dumps of one audit in the folder of a run."""
+MOST_BYTES = 2**28
+"""Of the tensors of a dump; rows beyond are left out."""
+LARGE = ("routed_experts", "multi_modal_data", "multi_modal_inputs", "images", "videos")
+"""Columns that are left out."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class DumpInfo:
     num_updates: updates of the policy before the step: the policy version that the step trains.
     checkpoint:  the newest checkpoint before the step, as a name in the run's folder or an absolute path; None: the run began at
                  step 0 and has saved none.
-    left_out:    columns of the batch that are not plain data.
+    left_out:    columns of the batch that are not plain data or are large, and how many rows were too many.
     """
 
     audit: str
@@ -83,7 +88,7 @@ def write_dump(run: Path, batch: DataProto, info: DumpInfo) -> Path | None:
         (staged / INFO).write_text(json.dumps(asdict(info) | {"left_out": left_out}, indent=2))
         shutil.rmtree(folder, ignore_errors=True)
         staged.rename(folder)
-    except OSError as error:  # what the audit found is worth more than its batch
+    except (OSError, MemoryError) as error:  # what the audit found is worth more than its batch
         logger.warning("the batch of audit %s is not kept: %s", info.audit, error)
         shutil.rmtree(staged, ignore_errors=True)
         return None
@@ -107,17 +112,26 @@ def read_dump(folder: Path) -> BatchDump:
 
 
 def _plain(batch: DataProto) -> tuple[DataProto, list[str]]:
-    """The batch without the columns and meta_info that are not plain data, and their names."""
+    """The batch without what is large, not plain data, or of rows beyond the limit, and the names of what is left out."""
+    large = [name for name in (*names_of(batch.batch), *batch.non_tensor_batch) if name in LARGE]
+    names = [name for name in names_of(batch.batch) if name not in LARGE]
+    batch = batch.select(names, [name for name in batch.non_tensor_batch if name not in LARGE])
+    size = sum(tensor.nbytes for tensor in tensors_of(batch.batch).values())
+    most = max(1, len(batch) * MOST_BYTES // max(size, MOST_BYTES))
+    too_many = [f"{len(batch) - most} rows"] if most < len(batch) else []
+    if too_many:
+        batch = batch.select_idxs(list(range(most)))
     columns, others = _kept(batch.non_tensor_batch)
     meta_info, more = _kept(batch.meta_info)
-    return DataProto(batch.batch, columns, meta_info), sorted(others + more)
+    return DataProto(batch.batch, columns, meta_info), sorted(large + others + more) + too_many
 
 
 def _kept(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     kept = {}
     for name, value in values.items():
         try:
-            encode(value, owner=name)
+            if getattr(value, "dtype", None) is None or value.dtype == object:
+                encode(value, owner=name)
         except ValueError:
             continue
         kept[name] = value

@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.loader import StatefulLoader
-from lockstep.data.rl_dataset import RLHFDataset
+from lockstep.data.rl_dataset import RLHFDataset, collate_fn
 from lockstep.protocol import DataProto
 from lockstep.trainer.ppo.rollout_sources import RolloutSource
 from lockstep.utils.audit import Audits
@@ -31,7 +31,7 @@ class DrawnPrompts:
         self.source: RolloutSource | None = None
         self._pending: Counter[str] = Counter()
         self._num_lost = 0
-        self._indices = _indices_of(loader.dataset) if loader is not None else None
+        self._indices = _indices_of(loader) if loader is not None else None
 
     def start(self, source: RolloutSource) -> None:
         """The source of the samples, which may have prompts of a checkpoint."""
@@ -53,7 +53,7 @@ class DrawnPrompts:
                 audits.found(
                     "data_order",
                     f"the sampler drew row {row} of the dataset, whose index is {self._indices[row]!r}, but the batch has index "
-                    f"{index!r} there: loader or collate_fn mix up rows",
+                    f"{index!r} there: the loader mixes up rows",
                 )
                 return
 
@@ -63,6 +63,9 @@ class DrawnPrompts:
             return
         num_rows = Counter(map(str, batch.non_tensor_batch[INDEX]))
         trained = Counter({index: -(-count // self.num_samples) for index, count in num_rows.items()})
+        if "uid" in batch.non_tensor_batch:  # prompts of the same index, whose groups may have fewer rows
+            groups = set(zip(map(str, batch.non_tensor_batch[INDEX]), batch.non_tensor_batch["uid"]))
+            trained |= Counter(index for index, _ in groups)
         if again := trained - self._pending:
             index, times = again.most_common(1)[0]
             audits.found(
@@ -91,9 +94,10 @@ def _counted(batches: Iterable[DataProto]) -> Counter[str]:
     return Counter(str(index) for batch in batches for index in batch.non_tensor_batch.get(INDEX, ()))
 
 
-def _indices_of(dataset: Any) -> list[Any] | None:
-    """The index of each row; None of a dataset of another class, which may number its rows as it likes."""
-    if type(dataset) is not RLHFDataset:
+def _indices_of(loader: StatefulLoader) -> list[Any] | None:
+    """The index of each row; None with a dataset or collate_fn of the user's own, which may number and sort rows as they like."""
+    dataset: Any = loader.dataset
+    if type(dataset) is not RLHFDataset or loader.collate is not collate_fn:
         return None
     of_rows = [(position, (row.columns.get("extra_info") or {}).get(INDEX)) for position, row in dataset.rows]
     return [position if index is None else index for position, index in of_rows]

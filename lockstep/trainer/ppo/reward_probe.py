@@ -4,6 +4,7 @@ A reward that drifts (a rebuilt sandbox, a changed package, a function that keep
 """
 
 import logging
+import time
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from lockstep.config.ensemble import reward_parts
 from lockstep.config.placement import need_reward_model
 from lockstep.config.ppo import PPOConfig
+from lockstep.engines.train.micro_batch_limits import RandomState
 from lockstep.protocol import DataProto
 from lockstep.protocol.tokens import row_sums
 from lockstep.rewards.calls import is_async
@@ -29,6 +31,8 @@ STATE = "reward_probe"
 NUM_ROWS = 4
 EVERY = 50
 """Steps between two probes."""
+MOST_SHARE, LEAST_S = 0.01, 0.5
+"""Of a step, that a probe may take; one that takes less than so many seconds always may."""
 TENSORS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
 
 
@@ -45,15 +49,25 @@ class RewardProbe:
         self.scores: list[list[float]] = []
         self._is_resumed = False
 
-    def check(self, audits: Audits, batch: DataProto, step: int) -> None:
-        """Score the probe, if it is time to: every so many steps, and in the first one after a resume."""
+    def check(self, audits: Audits, batch: DataProto, step: int, step_s: float) -> None:
+        """Score the probe, if it is time to: every so many steps, and in the first one after a resume.
+
+        step_s: seconds of the step so far. A function that is slow beside it is not probed.
+        """
         if self.rows is None and self.reason is None:
             self._choose(batch)
         if self.rows is None:
             return
         try:
             if not self.scores:
-                self.scores = [self._score(self.rows) for _ in range(2)]
+                began = time.monotonic()
+                first = self._score(self.rows)
+                took_s = time.monotonic() - began
+                if took_s > max(LEAST_S, MOST_SHARE * step_s):
+                    self.rows = None
+                    self._skip(f"the reward function takes {took_s:.1f} s for {len(first)} responses")
+                    return
+                self.scores = [first, self._score(self.rows)]
             elif step % EVERY == 0 or self._is_resumed:
                 self._is_resumed = False
                 self._compare(audits, self._score(self.rows))
@@ -97,8 +111,12 @@ class RewardProbe:
     def _score(self, rows: DataProto) -> list[float]:
         assert self.reward_fn is not None
         scored = rows.select_idxs(list(range(len(rows))))  # what a function does to its batch stays there
-        with phase("rewards"):
-            scores = self.reward_fn(scored, return_dict=True)["reward_tensor"]
+        random_state = RandomState(torch.device("cpu"))
+        try:
+            with phase("rewards"):
+                scores = self.reward_fn(scored, return_dict=True)["reward_tensor"]
+        finally:
+            random_state.restore()
         scored.tensors["token_level_scores"] = torch.as_tensor(scores)
         return [float(score) for score in row_sums(scored.tensors, "token_level_scores").tolist()]
 

@@ -8,12 +8,11 @@
 A few conversations per step are checked, so the cost does not grow with the batch.
 """
 
+import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
-
-from jinja2 import TemplateError
 
 from lockstep.agents.agents import Agents
 from lockstep.agents.loops import ProgramAgent, ReactAgent
@@ -23,6 +22,8 @@ from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.protocol import DataProto
 from lockstep.protocol.tokens import read, token_rows
 from lockstep.utils.audit import Audits
+
+logger = logging.getLogger(__name__)
 
 NUM_ROWS = 4
 """Conversations per step."""
@@ -70,7 +71,8 @@ class RoundTrip:
                 problem = self._of_prompt(columns, prompt) or self._of_turns(
                     columns, response, masks[number, : len(response)].tolist()
                 )
-            except TemplateError:  # a template may refuse messages that a program or tool has made
+            except Exception as error:  # noqa: BLE001 - a template may fail on messages of a program, tool or user
+                logger.debug("row %d could not be checked: %s: %s", row, type(error).__name__, error)
                 continue
             if problem is not None:
                 audits.found("token_round_trip", f"row {row} of the batch: {problem}")

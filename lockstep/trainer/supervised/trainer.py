@@ -182,7 +182,8 @@ class SupervisedTrainer(ABC):
                     metrics = self.train_batch(batch)
                 self.observer.updated(self, batch)
                 self.loader_state = deepcopy(self.loader.state_dict())
-            metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"]) | self.audits.log()
+            metrics |= self._step_metrics(metrics["train/global_tokens"], timing["step"])
+            metrics |= self.audits.log(warn=current_rank() == 0)  # all ranks find the same
             if self.val_dataset is not None and run.must_test(self.global_steps, last_step):
                 with marked_timer("testing", timing), phase("validation"), self._out_of_memory_in("validate"):
                     metrics |= self.validate()

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from lockstep.algorithms.kl import kl_penalty
 from lockstep.config.deepspeed import DeepSpeedEngineConfig
 from lockstep.config.megatron import McoreEngineConfig
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -17,6 +18,7 @@ from lockstep.engines.train import TRAIN_ENGINES, EngineModel, MicroBatching, Tr
 from lockstep.engines.train.audit import GradientNorms, ReferenceAudit, UpdateAudit
 from lockstep.engines.train.compute_copy import refresh
 from lockstep.engines.train.fsdp import FsdpEngine
+from lockstep.engines.train.trial import SplitTrials, split_tolerance
 from lockstep.models import packing
 from lockstep.models.model_check import check_batch
 from lockstep.utils.audit import AuditError
@@ -106,7 +108,7 @@ def test_healthy_updates_are_silent_and_the_same_bit_for_bit(name: str, folder: 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_mean_over_the_micro_batch_is_found(name: str, folder: Path) -> None:
     with pytest.raises(
-        AuditError, match=r"depend on the micro-batch split: 4 rows .*trainer\.audit\.micro_batch_split"
+        AuditError, match=r"loss depends on the micro-batch split: the loss of 4 .*trainer\.audit\.micro_batch_split"
     ):
         update(audit_of(create(folder, name)), loss_fn=mean_of_the_micro_batch)
 
@@ -117,7 +119,31 @@ def test_packing_that_leaks_is_found(folder: Path, monkeypatch: pytest.MonkeyPat
     attention = packing.PackedAttention
     monkeypatch.setattr(packing, "PackedAttention", lambda lengths, device, _: attention([sum(lengths)], device))
     findings = update(audit_of(engine), levels={"micro_batch_split": "warn"})
-    assert "depend on the micro-batch split" in findings["micro_batch_split"]
+    assert "log_probs depend on the micro-batch split" in findings["micro_batch_split"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_of_rounding_alone_is_no_finding(dtype: str, folder: Path) -> None:
+    """A KL to the policy itself, without advantages."""
+    engine, reference = create(folder, dtype=dtype), create(folder, trained=False, dtype=dtype)
+    trials = SplitTrials(engine, split_tolerance(getattr(torch, dtype), CPU))
+    for seed in range(2):
+        batch = make_batch(seed, num_real=8)
+        batch["ref_log_prob"] = reference.forward(batch, MicroBatching(), temperature=1.0)["log_probs"]
+
+        def loss_fn(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+            kl = kl_penalty(outputs["log_probs"], rows["ref_log_prob"], "low_var_kl") * rows["response_mask"]
+            return kl.sum() / 40, {}
+
+        assert trials.problem(batch, loss_fn, MicroBatching(num_rows=4), temperature=1.0) is None
+    assert trials.num_checked == 2
+
+
+def test_a_trial_that_does_not_fit_is_skipped(folder: Path) -> None:
+    engine = create(folder)
+    engine.limits.lower("micro_batch_split", 1)
+    assert engine.limits.take() == []
+    assert update(audit_of(engine), loss_fn=mean_of_the_micro_batch) == {}
 
 
 def test_a_loss_that_is_not_finite(folder: Path) -> None:

@@ -38,7 +38,6 @@ from lockstep.engines.train.state import load_extra, save_extra
 from lockstep.engines.train.token_engine import TokenEngine, taken_rows
 from lockstep.engines.train.token_module import open_token_model
 from lockstep.engines.train.train_engine import PARTS, EngineModel, LossFn, MicroBatching
-from lockstep.engines.train.trial import folded
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.model_check import check_batch, refuse_errors
 from lockstep.models.shared_weights import copy_gathered, release_weights
@@ -192,12 +191,10 @@ class MegatronEngine(TokenEngine):
                 self.masters.clear_gradients()  # megatron's buffers are cleared before the next gradient
         return norm
 
-    def trial(self, batch: Batch, loss_fn: LossFn, micro: MicroBatching, **options: object) -> tuple[float, Tensor]:
-        loss = self._trial_loss(batch, loss_fn, micro, **options)
-        return loss, folded(self._gradient_buffers())  # cleared before the next gradient
-
-    def step_counts(self) -> tuple[int, int]:
+    def step_counts(self) -> tuple[int, int] | None:
         assert self.masters is not None
+        if next(self.masters.weights(), None) is None:
+            return None  # this rank's shard holds no parameter
         return self.masters.steps_taken(), self.schedule.last_epoch
 
     def trained_tensors(self) -> dict[str, Tensor]:
