@@ -333,21 +333,22 @@ class PPOTrainer:
         return metrics
 
     def _validate(self) -> dict[str, float]:
-        with phase("validation"), self.source.idle():
+        with phase("validation"):
             return self.source.repairing(self._validate_now)
 
     def _validate_now(self) -> dict[str, float]:
         assert self.val_reward_fn is not None
-        return validate(
-            self.config,
-            self.sampling,
-            self.val_reward_fn,
-            self.val_dataset,
-            self.collate_fn,
-            self.tokenizer,
-            self.run.tracking,
-            self.global_steps,
-        )
+        with self.source.idle():
+            return validate(
+                self.config,
+                self.sampling,
+                self.val_reward_fn,
+                self.val_dataset,
+                self.collate_fn,
+                self.tokenizer,
+                self.run.tracking,
+                self.global_steps,
+            )
 
     def _log(self, metrics: dict[str, Any], interrupt: Interrupt) -> None:
         self.run.log(metrics, self.global_steps)
