@@ -8,6 +8,7 @@ One `DataProto` passes through all stages and gains keys (`protocol/keys.py`). T
 in this process or on many machines.
 """
 
+import logging
 from collections.abc import Iterator, Sized
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
@@ -70,6 +71,8 @@ from lockstep.utils.progress import phase
 from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state
 from lockstep.utils.timing import marked_timer
+
+logger = logging.getLogger(__name__)
 
 
 class PPOTrainer:
@@ -206,7 +209,7 @@ class PPOTrainer:
                 metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
                 unsaved = {}
             if interrupt.patience is not None:
-                interrupt.patience.learn(timing)
+                interrupt.patience.learn(timing, run.commit_s)
             self._log(metrics, interrupt)
             if stopping:
                 return run.stopped(self.global_steps, interrupt.by)
@@ -250,7 +253,8 @@ class PPOTrainer:
             metrics |= compute_entropy_metrics(batch, config.actor_rollout_ref.actor.loss_agg_mode)
             metrics |= self.audit.check_gap(batch, is_expected=gap_is_expected)
 
-        # 5. advantages, on the controller
+        # 5. advantages, on the controller; they adapt the KL coefficient, so the step can no longer be discarded
+        step_stop.commit()
         with marked_timer("adv", timing):
             batch, chosen, adv_metrics = add_advantages(batch, config, self.kl_ctrl_in_reward, self.global_steps)
         metrics |= adv_metrics
@@ -261,7 +265,6 @@ class PPOTrainer:
             "none" if old_log_probs == "pass" else "report" if gap_is_expected else "check"
         )
         self.observer.updating(self, chosen)
-        step_stop.commit()
         metrics |= self._update(chosen, timing)
         self.observer.updated(self, batch)
 
@@ -433,7 +436,11 @@ class PPOTrainer:
             return
         from lockstep.single_controller.ray_backend.cluster import own_address
 
-        self._stop_line = line = step_stop.StopLine(own_address())
+        try:
+            self._stop_line = line = step_stop.StopLine(own_address())
+        except OSError as error:
+            logger.warning("generation cannot be ended early after SIGTERM (trainer.preemption_grace_s): %s", error)
+            return
         self.run.callback(line.close)
         self.rollout_wg.listen_for_stop(line.address)
 
@@ -446,6 +453,7 @@ class PPOTrainer:
         state = load_state(folder / TRAINER_STATE)
         self.num_updates = state.get("num_updates", max(0, self.global_steps - self.critic_warmup))
         self.smaller.load(state)
+        self.audits.counts.update(state.get("audit_counts", {}))
         if self.use_critic:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"), self.num_updates)
@@ -473,6 +481,7 @@ class PPOTrainer:
 
         kl = {"kl_ctrl": self.config.algorithm.kl_ctrl.type, "kl_coef": self.kl_ctrl_in_reward.value}
         state = {"num_updates": self.num_updates, "metrics": metrics} | kl | self.smaller.state()
+        state |= {"audit_counts": dict(self.audits.counts)}
         state |= {} if is_tested else {"is_tested": False}
         self.run.save(step, write, self.loader_state, state)
         if self.config.trainer.async_mode is not None:  # the journal builds on a checkpoint that is complete
