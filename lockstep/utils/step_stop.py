@@ -59,7 +59,9 @@ def keep() -> None:
 
 def end() -> None:
     """The run of this process ends."""
+    global _was_discarded
     keep()
+    _was_discarded = False
     generation_stopped.clear()
 
 

@@ -152,24 +152,13 @@ class PPOTrainer:
             return self._loop(entered)
 
     def _loop(self, interrupt: Interrupt) -> int:
-        config = self.config.trainer
         run = self.run
         last_step = self.total_training_steps
         can_validate = self.val_reward_fn is not None and self.val_dataset is not None
-        if can_validate and (config.val_only or (config.val_before_train and self.global_steps == 0)):
-            with span("testing"):
-                tested = self._validated(interrupt)
-            if tested is None:
-                return run.stopped(self.global_steps, interrupt.by)
-            self._log(tested, interrupt)
-        if config.val_only:
+        if not self._validate_first(can_validate, interrupt):
+            return run.stopped(self.global_steps, interrupt.by)
+        if self.config.trainer.val_only:
             return 0
-        if self.untested is not None:
-            tested = self._validated(interrupt) if can_validate else {}
-            if tested is None:
-                return run.stopped(self.global_steps, interrupt.by)
-            self._log(self.untested | tested, interrupt)
-            self.untested = None
         if self.global_steps >= last_step:
             run.log_nothing_to_do(self.global_steps, last_step)
             return 0
@@ -180,19 +169,13 @@ class PPOTrainer:
             timing: dict[str, float] = {}
             with self.profiler.step(self.global_steps), marked_timer("step", timing):
                 try:
-                    if interrupt.requested:
-                        raise StopRequested
-                    if interrupt.patience is not None:
-                        interrupt.patience.step_begins()
-                    with self.audit.step(self.global_steps, self.num_updates, run.last_checkpoint):
+                    with interrupt.step(), self.audit.step(self.global_steps, self.num_updates, run.last_checkpoint):
                         batch, metrics = self._train_step(prompts, timing)
-                except (StopRequested, KeyboardInterrupt) as error:
-                    if isinstance(error, KeyboardInterrupt) and not step_stop.was_discarded():
-                        raise
+                except StopRequested:
                     return self._stopped_mid_step(unsaved, interrupt)
                 self.train_dataloader.on_batch_end(forks.conversations(batch))
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
-                tested = {}
+                tested: dict[str, float] | None = {}
                 if can_validate and run.must_test(self.global_steps, last_step):
                     with marked_timer("testing", timing):
                         tested = self._validated(interrupt)
@@ -321,19 +304,28 @@ class PPOTrainer:
         groups = {id(g): g for g in (self.actor_rollout_wg, self.ref_policy_wg, self.critic_wg, self.rm_wg)}
         return [group for group in groups.values() if hasattr(group, "lowered_micro_batches")]
 
+    def _validate_first(self, can_validate: bool, interrupt: Interrupt) -> bool:
+        """The validation before training, or the one that the checkpoint's step still needs; False if there is no time for it."""
+        config = self.config.trainer
+        earlier = None if config.val_only else self.untested
+        is_due = config.val_only or (config.val_before_train and self.global_steps == 0)
+        if earlier is None and not (can_validate and is_due):
+            return True
+        with span("testing"):
+            tested = self._validated(interrupt) if can_validate else {}
+        if tested is None:
+            return False
+        self._log((earlier or {}) | tested, interrupt)
+        self.untested = None
+        return True
+
     def _validated(self, interrupt: Interrupt) -> dict[str, float] | None:
         """The metrics of a validation; None if `trainer.preemption_grace_s` leaves no time for it."""
-        if interrupt.patience is None:
-            return self._validate()
         try:
-            interrupt.patience.validation_begins()
-            metrics = self._validate()
-            step_stop.commit()
-        except KeyboardInterrupt:
-            if not step_stop.was_discarded():
-                raise
+            with interrupt.validation():
+                return self._validate()
+        except StopRequested:
             return None
-        return metrics
 
     def _validate(self) -> dict[str, float]:
         with phase("validation"):
