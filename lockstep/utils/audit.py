@@ -24,7 +24,8 @@ class Audits:
 
     def __init__(self, levels: Mapping[str, str]) -> None:
         self.levels = dict(levels)
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        """In how many steps so far each one found something; saved in checkpoints."""
         self._new: dict[str, str] = {}
 
     def checks(self, name: str) -> bool:
@@ -57,9 +58,9 @@ class Audits:
         warn: False only counts, on a rank whose findings another one logs.
         """
         for name, message in self.take_findings().items():
-            self._counts[name] += 1
+            self.counts[name] += 1
             message += keep(name, message)
-            if warn and self._counts[name].bit_count() == 1:
-                times = f" (found in {self._counts[name]} steps)" if self._counts[name] > 1 else ""
+            if warn and self.counts[name].bit_count() == 1:
+                times = f" (found in {self.counts[name]} steps)" if self.counts[name] > 1 else ""
                 logger.warning("audit %s: %s%s", name, message, times)
-        return {f"audit/{name}": float(count) for name, count in self._counts.items()}
+        return {f"audit/{name}": float(count) for name, count in self.counts.items()}

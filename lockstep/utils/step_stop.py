@@ -10,12 +10,16 @@ Worker processes that generate a batch end it early when `generation_stopped` is
 belongs to the main thread.
 """
 
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 
+logger = logging.getLogger(__name__)
+
 LISTEN_BACKLOG = 1024
+CONNECT_TIMEOUT_S = 10.0
 
 
 class StepDiscarded(KeyboardInterrupt):
@@ -55,7 +59,9 @@ def keep() -> None:
 
 def end() -> None:
     """The run of this process ends."""
+    global _was_discarded
     keep()
+    _was_discarded = False
     generation_stopped.clear()
 
 
@@ -120,7 +126,8 @@ class StopLine:
     """Connections of worker processes to the controller, which ends their generation by one byte on each. address: host, port."""
 
     def __init__(self, host: str) -> None:
-        self._listening = socket.create_server((host, 0), backlog=LISTEN_BACKLOG)
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+        self._listening = socket.create_server((host, 0), family=family, backlog=LISTEN_BACKLOG)
         self.address: tuple[str, int] = (host, self._listening.getsockname()[1])
         self._connections: list[socket.socket] = []
         threading.Thread(target=self._accept, name="stop line", daemon=True).start()
@@ -145,8 +152,17 @@ class StopLine:
 
 
 def listen(address: tuple[str, int]) -> None:
-    """In a worker process: set `generation_stopped` when the controller's line is called."""
-    connection = socket.create_connection(address, timeout=30)
+    """In a worker process: set `generation_stopped` when the controller's line is called; warns if it cannot be reached."""
+    try:
+        connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
+    except OSError as error:
+        logger.warning(
+            "cannot reach the controller at %s port %d (%s): after SIGTERM generation may end too late for a save "
+            "(trainer.preemption_grace_s); allow TCP connections between the machines",
+            *address,
+            error,
+        )
+        return
     connection.settimeout(None)
 
     def wait() -> None:

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Self
 
-from lockstep.protocol.generation import Completion, GenerationRequest, Outcome
-from lockstep.single_controller import FutureList, WorkerGroup
+from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, WeightsLostError
+from lockstep.single_controller import FutureList, WorkerDiedError, WorkerGroup
 from lockstep.utils import progress
 
 Ended = list[tuple[int, Outcome]]
+
+REPAIRABLE = (WorkerDiedError, WeightsLostError)
+"""Failures of a request after which the rollout can be repaired (`trainer/ppo/rollout_repair.py`)."""
 
 
 @dataclass(eq=False)

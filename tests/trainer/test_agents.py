@@ -18,6 +18,7 @@ from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.create_dataset import create_rl_dataset
 from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.generation import WeightsLostError
 from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.trainer.main_ppo import main
 from lockstep.trainer.ppo.agent_rollout import AgentRollout
@@ -286,13 +287,28 @@ def rows_for(number: int, agent_name: str) -> DataProto:
     return rows
 
 
-def test_conversations_that_lost_their_policy_are_not_trained_on(tmp_path: Path) -> None:
+def test_conversations_that_lost_their_policy_are_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "loop.py").write_text(TOLERANT)
     agents = make_agents(loop=f"{tmp_path}/loop.py:Tolerant")
     rollout = AgentRollout(agents, DeadGroup(), pad_token_id=0, batch_size=1)
     rows = rows_for(2, agent_name=f"{tmp_path}/loop.py:Tolerant")
     with pytest.raises(WorkerDiedError, match="the rollout worker died"):
         rollout.generate_sequences(rows)
+
+    async def repaired_meanwhile(*arguments: Any, **keywords: Any) -> None:
+        rollout.client.forget_failure()
+        raise WorkerDiedError("it died before")
+
+    async def lost(*arguments: Any, **keywords: Any) -> None:  # the outcome of a request, not of the client
+        raise WeightsLostError("the servers were restarted")
+
+    rollout = AgentRollout(agents, UnusedGroup(), pad_token_id=0, batch_size=1)
+    for generate, error in ((repaired_meanwhile, WorkerDiedError), (lost, WeightsLostError)):
+        monkeypatch.setattr(rollout.client, "generate", generate)
+        with pytest.raises(error):
+            rollout.generate_sequences(rows)
 
 
 class UnusedGroup(DeadGroup):

@@ -56,6 +56,9 @@ def test_without_earlier_steps_there_is_no_patience(monkeypatch: pytest.MonkeyPa
     patience = Patience(100.0)  # half of it is for the first save
     patience.learn({"step": 30.0})
     assert waits(patience, monkeypatch, 0.0) == pytest.approx(40.0)
+    patience.learn({"step": 30.0, "save_checkpoint": 1.0})
+    patience.learn({"step": 30.0}, commit_s=9.0)  # in the background, after the step that began it
+    assert waits(patience, monkeypatch, 0.0) == pytest.approx(80.0)
 
 
 def test_a_second_sigterm_is_ignored_with_grace_and_ctrl_c_is_not() -> None:

@@ -1,5 +1,6 @@
 """The driver of a job on Ray, without Ray: what it does if Ray's head process dies."""
 
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,35 @@ def test_dead_head_process(messages: list[bytes], code: int, monkeypatch: pytest
         return
     with pytest.raises(RunError, match=r"head process \(GCS\).*the same command resumes"):
         ray_runner._wait("ref", console)
+
+
+def test_sigterm_is_forwarded_even_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lockstep.single_controller.ray_backend import cluster
+
+    class Signalled:
+        ended = False
+
+        def __init__(self) -> None:
+            self.sent: list[bytes] = []
+            self.signals = [None, signal.SIGINT, signal.SIGTERM, None]
+
+        def wait(self, timeout_s: float) -> bytes:
+            if (number := self.signals.pop(0)) is not None:
+                os.kill(os.getpid(), number)
+            return b"t"
+
+        def send(self, message: bytes) -> None:
+            self.sent.append(message)
+
+    console: Any = Signalled()
+    ray = SimpleNamespace(
+        wait=lambda refs, timeout: ([], refs) if console.signals else (refs, []),
+        get=lambda ref: 130,
+        exceptions=SimpleNamespace(RayError=RuntimeError),
+    )
+    monkeypatch.setattr(cluster, "ray", ray)
+    assert ray_runner._wait("ref", console, grace_s=60.0) == 130
+    assert console.sent == [b"s", ray_runner.PREEMPT]
 
 
 def test_a_runner_that_was_stuck_and_ended_by_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,9 @@
 """The rollout is repaired while the trainer keeps its state: what is done, in which order, and when it is given up."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +11,11 @@ import pytest
 from lockstep.protocol.generation import WeightsLostError
 from lockstep.single_controller import WorkerDiedError
 from lockstep.trainer.ppo.rollout_repair import MAX_IN_A_ROW, RolloutRepair
+from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
+from lockstep.trainer.ppo.rollout_sources.group_schedule import GroupSchedule
+from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.trainer.ppo.rollout_sources.synchronous import SynchronousSource
+from tests.trainer.test_rollout_schedule import make_group, samples
 
 
 class Parts:
@@ -93,3 +101,66 @@ def test_what_cannot_be_repaired_is_raised(source: SynchronousSource, parts: Par
     parts.failures = [WeightsLostError("lost")]
     with pytest.raises(WeightsLostError):
         source.collect(prompts, step=2, timing={})
+
+
+class Sampler:
+    """Stands for `GroupSampler` and its client. outcomes: what becomes of each attempt, by row; it waits for an event first."""
+
+    n = 1
+
+    def __init__(self, *outcomes: list[tuple[asyncio.Event | None, Exception | None]]) -> None:
+        self.outcomes = outcomes
+        self.client = self
+        self.is_serving = False
+        self.num_begun = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        await self.resume()
+        yield
+
+    async def resume(self) -> None:
+        assert not self.is_serving
+        self.is_serving = True
+        self.num_begun += 1
+
+    async def pause(self) -> None:
+        assert self.is_serving
+        self.is_serving = False
+
+    def forget_failure(self) -> None: ...
+
+    async def sample(self, prompt: Any, *, step: int, draw: int, number: int) -> Any:
+        event, error = self.outcomes[number].pop(0)
+        if event is not None:
+            await event.wait()
+        if error is not None:
+            raise error
+        return samples()
+
+
+@pytest.mark.parametrize("is_paused", [False, True])
+def test_a_failure_that_is_reported_after_the_repair_costs_no_other(tmp_path: Path, is_paused: bool) -> None:
+    """Two groups meet one failure: the first reports it at once, the conversations of the second end after the repair."""
+    died = WorkerDiedError("rank 0 of the rollout died")
+    ends = asyncio.Event()
+    sampler: Any = Sampler([(None, died), (None, None)], [(ends, died), (None, None)])
+    rollout = BackgroundRollout(sampler, GroupSchedule(2, 0), Journal(tmp_path, 0), lambda samples: True)
+    try:
+        rollout.add([make_group(1, 0), make_group(1, 1)])
+        rollout.resume()
+        with pytest.raises(WorkerDiedError):
+            rollout.take(1)
+        if is_paused:  # by a validation, say
+            with pytest.raises(WorkerDiedError):
+                rollout.pause()
+        assert rollout.interrupt() is not is_paused
+        rollout.recover(generate=not is_paused)
+        assert sampler.is_serving is not is_paused
+        rollout.resume()
+        rollout._loop.call_soon_threadsafe(ends.set)
+        groups = rollout.take(1)
+        assert groups is not None and [group.id for group in groups] == [(1, 0), (1, 1)]
+        assert sampler.outcomes == ([], []) and sampler.num_begun == 2
+    finally:
+        rollout.close()

@@ -108,3 +108,10 @@ def test_line_to_worker_processes() -> None:
         assert step_stop.generation_stopped.wait(10)
     finally:
         line.close()
+
+
+def test_a_line_that_cannot_be_reached_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    line = step_stop.StopLine("127.0.0.1")
+    line.close()
+    step_stop.listen(line.address)
+    assert "trainer.preemption_grace_s" in caplog.text

@@ -20,7 +20,7 @@ from lockstep.utils.audit import AuditError
 from lockstep.utils.event_loop import all_of
 from lockstep.workers.agent_client import AgentClient
 from lockstep.workers.rollout_batch import group_key, requests_of, sampling_params, trajectory_tensors
-from lockstep.workers.rollout_client import RolloutClient
+from lockstep.workers.rollout_client import REPAIRABLE, RolloutClient
 
 COUNT_COLUMNS = {
     "tool_calls": "tool_call_counts",
@@ -92,12 +92,19 @@ class AgentRollout:
         """The conversation of one row, while the client runs. request: for the first turn."""
         row = {name: values[number] for name, values in rows.non_tensor_batch.items()}
 
+        failures: list[Exception] = []  # of the rollout: what was generated before is incomplete
+
         async def generate(turn: GenerationRequest) -> Completion:
-            return await self.client.generate(turn, key=group_key(rows, number))
+            try:
+                return await self.client.generate(turn, key=group_key(rows, number))
+            except Exception as error:
+                if error is self.client.failure or isinstance(error, REPAIRABLE):
+                    failures.append(error)
+                raise
 
         result = await self.agents.hold(row, request.prompt_ids, generate, request.sampling, request.seed)
-        if self.client.failure is not None:  # loops that contain failures end their conversation and return it
-            raise self.client.failure
+        if failures:  # loops that contain failures end their conversation and return it
+            raise failures[0]
         if result.failure and result.num_turns == 1:  # the prompt
             self._failures.append(result.failure)
             self._check_failures(self.batch_size)

@@ -8,6 +8,7 @@ One `DataProto` passes through all stages and gains keys (`protocol/keys.py`). T
 in this process or on many machines.
 """
 
+import logging
 from collections.abc import Iterator, Sized
 from contextlib import ExitStack, nullcontext
 from copy import deepcopy
@@ -70,6 +71,8 @@ from lockstep.utils.progress import phase
 from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state
 from lockstep.utils.timing import marked_timer
+
+logger = logging.getLogger(__name__)
 
 
 class PPOTrainer:
@@ -149,24 +152,13 @@ class PPOTrainer:
             return self._loop(entered)
 
     def _loop(self, interrupt: Interrupt) -> int:
-        config = self.config.trainer
         run = self.run
         last_step = self.total_training_steps
         can_validate = self.val_reward_fn is not None and self.val_dataset is not None
-        if can_validate and (config.val_only or (config.val_before_train and self.global_steps == 0)):
-            with span("testing"):
-                tested = self._validated(interrupt)
-            if tested is None:
-                return run.stopped(self.global_steps, interrupt.by)
-            self._log(tested, interrupt)
-        if config.val_only:
+        if not self._validate_first(can_validate, interrupt):
+            return run.stopped(self.global_steps, interrupt.by)
+        if self.config.trainer.val_only:
             return 0
-        if self.untested is not None:
-            tested = self._validated(interrupt) if can_validate else {}
-            if tested is None:
-                return run.stopped(self.global_steps, interrupt.by)
-            self._log(self.untested | tested, interrupt)
-            self.untested = None
         if self.global_steps >= last_step:
             run.log_nothing_to_do(self.global_steps, last_step)
             return 0
@@ -177,19 +169,13 @@ class PPOTrainer:
             timing: dict[str, float] = {}
             with self.profiler.step(self.global_steps), marked_timer("step", timing):
                 try:
-                    if interrupt.requested:
-                        raise StopRequested
-                    if interrupt.patience is not None:
-                        interrupt.patience.step_begins()
-                    with self.audit.step(self.global_steps, self.num_updates, run.last_checkpoint):
+                    with interrupt.step(), self.audit.step(self.global_steps, self.num_updates, run.last_checkpoint):
                         batch, metrics = self._train_step(prompts, timing)
-                except (StopRequested, KeyboardInterrupt) as error:
-                    if isinstance(error, KeyboardInterrupt) and not step_stop.was_discarded():
-                        raise
+                except StopRequested:
                     return self._stopped_mid_step(unsaved, interrupt)
                 self.train_dataloader.on_batch_end(forks.conversations(batch))
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
-                tested = {}
+                tested: dict[str, float] | None = {}
                 if can_validate and run.must_test(self.global_steps, last_step):
                     with marked_timer("testing", timing):
                         tested = self._validated(interrupt)
@@ -206,7 +192,7 @@ class PPOTrainer:
                 metrics["timing_s/save_checkpoint"] = timing["save_checkpoint"]
                 unsaved = {}
             if interrupt.patience is not None:
-                interrupt.patience.learn(timing)
+                interrupt.patience.learn(timing, run.commit_s)
             self._log(metrics, interrupt)
             if stopping:
                 return run.stopped(self.global_steps, interrupt.by)
@@ -250,7 +236,8 @@ class PPOTrainer:
             metrics |= compute_entropy_metrics(batch, config.actor_rollout_ref.actor.loss_agg_mode)
             metrics |= self.audit.check_gap(batch, is_expected=gap_is_expected)
 
-        # 5. advantages, on the controller
+        # 5. advantages, on the controller; they adapt the KL coefficient, so the step can no longer be discarded
+        step_stop.commit()
         with marked_timer("adv", timing):
             batch, chosen, adv_metrics = add_advantages(batch, config, self.kl_ctrl_in_reward, self.global_steps)
         metrics |= adv_metrics
@@ -261,7 +248,6 @@ class PPOTrainer:
             "none" if old_log_probs == "pass" else "report" if gap_is_expected else "check"
         )
         self.observer.updating(self, chosen)
-        step_stop.commit()
         metrics |= self._update(chosen, timing) | self._out_of_memory_metrics()
         self.observer.updated(self, batch)
 
@@ -318,36 +304,46 @@ class PPOTrainer:
         groups = {id(g): g for g in (self.actor_rollout_wg, self.ref_policy_wg, self.critic_wg, self.rm_wg)}
         return [group for group in groups.values() if hasattr(group, "lowered_micro_batches")]
 
+    def _validate_first(self, can_validate: bool, interrupt: Interrupt) -> bool:
+        """The validation before training, or the one that the checkpoint's step still needs; False if there is no time for it."""
+        config = self.config.trainer
+        earlier = None if config.val_only else self.untested
+        is_due = config.val_only or (config.val_before_train and self.global_steps == 0)
+        if earlier is None and not (can_validate and is_due):
+            return True
+        with span("testing"):
+            tested = self._validated(interrupt) if can_validate else {}
+        if tested is None:
+            return False
+        self._log((earlier or {}) | tested, interrupt)
+        self.untested = None
+        return True
+
     def _validated(self, interrupt: Interrupt) -> dict[str, float] | None:
         """The metrics of a validation; None if `trainer.preemption_grace_s` leaves no time for it."""
-        if interrupt.patience is None:
-            return self._validate()
         try:
-            interrupt.patience.validation_begins()
-            metrics = self._validate()
-            step_stop.commit()
-        except KeyboardInterrupt:
-            if not step_stop.was_discarded():
-                raise
+            with interrupt.validation():
+                return self._validate()
+        except StopRequested:
             return None
-        return metrics
 
     def _validate(self) -> dict[str, float]:
-        with phase("validation"), self.source.idle():
+        with phase("validation"):
             return self.source.repairing(self._validate_now)
 
     def _validate_now(self) -> dict[str, float]:
         assert self.val_reward_fn is not None
-        return validate(
-            self.config,
-            self.sampling,
-            self.val_reward_fn,
-            self.val_dataset,
-            self.collate_fn,
-            self.tokenizer,
-            self.run.tracking,
-            self.global_steps,
-        )
+        with self.source.idle():
+            return validate(
+                self.config,
+                self.sampling,
+                self.val_reward_fn,
+                self.val_dataset,
+                self.collate_fn,
+                self.tokenizer,
+                self.run.tracking,
+                self.global_steps,
+            )
 
     def _log(self, metrics: dict[str, Any], interrupt: Interrupt) -> None:
         self.run.log(metrics, self.global_steps)
@@ -436,7 +432,11 @@ class PPOTrainer:
             return
         from lockstep.single_controller.ray_backend.cluster import own_address
 
-        self._stop_line = line = step_stop.StopLine(own_address())
+        try:
+            self._stop_line = line = step_stop.StopLine(own_address())
+        except OSError as error:
+            logger.warning("generation cannot be ended early after SIGTERM (trainer.preemption_grace_s): %s", error)
+            return
         self.run.callback(line.close)
         self.rollout_wg.listen_for_stop(line.address)
 
@@ -449,6 +449,7 @@ class PPOTrainer:
         state = load_state(folder / TRAINER_STATE)
         self.num_updates = state.get("num_updates", max(0, self.global_steps - self.critic_warmup))
         self.smaller.load(state)
+        self.audits.counts.update(state.get("audit_counts", {}))
         if self.use_critic:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"), self.num_updates)
@@ -476,6 +477,7 @@ class PPOTrainer:
 
         kl = {"kl_ctrl": self.config.algorithm.kl_ctrl.type, "kl_coef": self.kl_ctrl_in_reward.value}
         state = {"num_updates": self.num_updates, "metrics": metrics} | kl | self.smaller.state()
+        state |= {"audit_counts": dict(self.audits.counts)}
         state |= {} if is_tested else {"is_tested": False}
         self.run.save(step, write, self.loader_state, state)
         if self.config.trainer.async_mode is not None:  # the journal builds on a checkpoint that is complete

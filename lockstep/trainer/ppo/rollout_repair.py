@@ -9,7 +9,6 @@ What was being generated is generated again, with the same seeds.
 import logging
 from collections.abc import Callable
 
-from lockstep.protocol.generation import WeightsLostError
 from lockstep.single_controller import WorkerDiedError
 from lockstep.trainer.ppo.worker_groups import WorkerGroups
 from lockstep.utils.progress import phase
@@ -19,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 MAX_IN_A_ROW = 3
 """Repairs without a complete step in between; a further failure is that of the run, for `trainer.max_restarts`."""
-
-REPAIRABLE = (WorkerDiedError, WeightsLostError)
 
 
 class RolloutRepair:

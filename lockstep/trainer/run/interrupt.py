@@ -78,6 +78,16 @@ class StopRequested(Exception):
     """Stop requested mid-step."""
 
 
+@contextmanager
+def _discarded_is_stop() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if not step_stop.was_discarded():
+            raise
+        raise StopRequested from error
+
+
 class Interrupt:
     """Context manager that records stop requests instead of raising; raises one that start-up has dropped.
 
@@ -115,6 +125,25 @@ class Interrupt:
         """Request a stop."""
         if not self.requested:
             self.requested, self.by = True, by
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A training step: StopRequested if a stop was requested before it, or if it is discarded."""
+        if self.requested:
+            raise StopRequested
+        with _discarded_is_stop():
+            if self.patience is not None:
+                self.patience.step_begins()
+            yield
+
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        """A validation: StopRequested if it is discarded."""
+        with _discarded_is_stop():
+            if self.patience is not None:
+                self.patience.validation_begins()
+            yield
+            step_stop.commit()
 
     def preempt(self) -> None:
         """The machine goes away in `grace_s`: stop, and discard the step if it would not be finished and saved by then."""

@@ -21,7 +21,7 @@ MARGIN = 0.1
 """Share of the grace period that is kept for the end of the program."""
 UNKNOWN_SAVE = 0.5
 """Share of the grace period that a save is expected to take before there has been one."""
-UPDATE = ("update_critic", "update_actor", "update_weights", "dump_rollouts")
+UPDATE = ("adv", "update_critic", "update_actor", "update_weights", "dump_rollouts")
 """Timers of what comes after the last moment at which a step can be discarded."""
 NUM_REMEMBERED = 5
 
@@ -36,6 +36,7 @@ class Patience:
         self._grace_s = grace_s
         self._steps: deque[tuple[float, float]] = deque(maxlen=NUM_REMEMBERED)  # seconds of the step, of its update
         self._validation_s: float | None = None
+        self._stage_s: float | None = None
         self._save_s = UNKNOWN_SAVE * grace_s
         self._until: float | None = None
         self._began = time.monotonic()
@@ -58,13 +59,15 @@ class Patience:
         if self._until is not None:
             self._arm()
 
-    def learn(self, timing: Mapping[str, float]) -> None:
-        """The durations of a complete step."""
+    def learn(self, timing: Mapping[str, float], commit_s: float = 0.0) -> None:
+        """The durations of a complete step. commit_s: of the last save, what is not in `timing`."""
         testing_s = timing.get("testing", 0.0)
         if "testing" in timing:
             self._validation_s = testing_s
         if "save_checkpoint" in timing:
-            self._save_s = timing["save_checkpoint"]
+            self._stage_s = timing["save_checkpoint"]
+        if self._stage_s is not None:
+            self._save_s = self._stage_s + commit_s
         self._steps.append((timing["step"] - testing_s, sum(timing.get(name, 0.0) for name in UPDATE)))
 
     def limit(self) -> None:

@@ -246,7 +246,7 @@ def _wait(
     """Wait for the runner's `outcome`, forward stop requests to it and its steps to the caller. folder: of the run."""
     from lockstep.single_controller.ray_backend.cluster import ray
 
-    interrupt, stop_sent, ended, head = None, False, None, _HeadWatch()
+    interrupt, stop_sent, preempt_sent, ended, head = None, False, False, None, _HeadWatch()
     with ExitStack() as stack:
         while True:
             received = console.wait(POLL_S)
@@ -256,8 +256,11 @@ def _wait(
             if STEP in received and steps is not None and steps.read() and not stop_sent:
                 console.send(b"c")
                 stop_sent = True
+            if interrupt is not None and interrupt.is_preempted and not preempt_sent:  # even after another stop request
+                console.send(PREEMPT)
+                stop_sent = preempt_sent = True
             if interrupt is not None and interrupt.requested and not stop_sent:
-                console.send(PREEMPT if interrupt.is_preempted else b"s")
+                console.send(b"s")
                 stop_sent = True
             if not ray.wait([outcome], timeout=POLL_S if console.ended else 0)[0]:
                 silent_s = head.silent_s()

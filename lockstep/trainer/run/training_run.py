@@ -5,6 +5,7 @@ lock ─► (models are loaded) ─► claim ─► (the trainer loads the check
 
 import logging
 import random
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -75,6 +76,8 @@ class TrainingRun(ExitStack):
         self._copies: RemoteCopies | None = None
         self._has_saved = False
         self._saving: BackgroundCall | None = None
+        self.commit_s = 0.0
+        """Seconds that the last checkpoint took in the background (`trainer.async_save`)."""
         self.last_checkpoint: Path | None = None
         self.tracking: Any = None
         self._is_locked = False
@@ -314,7 +317,9 @@ class TrainingRun(ExitStack):
             self._commit(step)
 
     def _commit(self, step: int) -> None:
+        began = time.monotonic()
         self.last_checkpoint = self.checkpoints.commit(step)
+        self.commit_s = time.monotonic() - began if self.config.trainer.async_save else 0.0
         logger.info("saved %s", self.last_checkpoint)
         if self._copies is not None:
             self._copies.submit(self.last_checkpoint)

@@ -22,6 +22,7 @@ from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupId, 
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
 from lockstep.utils import step_stop
 from lockstep.utils.progress import waiting
+from lockstep.workers.rollout_client import REPAIRABLE
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class BackgroundRollout:
         """Groups that were dropped, by reason."""
         self._tasks: dict[GroupId, asyncio.Task[None]] = {}
         self._failure: Exception | None = None
+        self._num_repairs = 0
         self._serving: AsyncExitStack | None = None
         self._is_paused = True
         self._busy_s = 0.0
@@ -82,13 +84,13 @@ class BackgroundRollout:
         """Stop generating; unfinished requests keep their tokens. No-op while paused."""
         self._call(self._pause())
 
-    def interrupt(self) -> None:
-        """After a failure: stop serving, while the rollout is repaired."""
-        self._call(self._interrupt())
+    def interrupt(self) -> bool:
+        """After a failure: `pause` while the rollout is repaired. Returns False if it was paused already."""
+        return self._call(self._interrupt())
 
-    def recover(self) -> None:
-        """Serve again, and sample the groups again that the failure ended."""
-        self._call(self._recover())
+    def recover(self, *, generate: bool) -> None:
+        """The rollout is repaired: sample the groups again that the failure ended. generate: begin now, not at `resume`."""
+        self._call(self._recover(generate))
 
     def groups(self) -> list[Group]:
         """All groups that no step has trained on."""
@@ -151,9 +153,8 @@ class BackgroundRollout:
         self._note_busy()
 
     async def _sample(self, group: Group) -> None:
-        batch, row = group.id
         try:
-            samples = await self.sampler.sample(group.prompt, step=batch, draw=0, number=row)
+            samples = await self._samples(group)
             self._end(group, samples)
             if group.samples is not None:
                 self.journal.finish(group)
@@ -163,6 +164,17 @@ class BackgroundRollout:
             del self._tasks[group.id]
             self._note_busy()
             self._changed.set()
+
+    async def _samples(self, group: Group) -> DataProto:
+        """Sampled again if conversations end, with the failure of the rollout, after it was repaired."""
+        batch, row = group.id
+        while True:
+            num_repairs = self._num_repairs
+            try:
+                return await self.sampler.sample(group.prompt, step=batch, draw=0, number=row)
+            except REPAIRABLE:
+                if num_repairs == self._num_repairs:
+                    raise
 
     def _end(self, group: Group, samples: DataProto) -> None:
         if self.is_kept(samples):
@@ -207,22 +219,22 @@ class BackgroundRollout:
         self._note_busy()
 
     async def _pause(self) -> None:
-        if not self._is_paused:
-            await self.sampler.client.pause()
-            self._is_paused = True
-            self._note_busy()
+        await self._interrupt()
         self._raise_failure()
 
-    async def _interrupt(self) -> None:
-        if not self._is_paused:
-            await self.sampler.client.pause()
-            self._is_paused = True
-            self._note_busy()
+    async def _interrupt(self) -> bool:
+        if self._is_paused:
+            return False
+        await self.sampler.client.pause()
+        self._is_paused = True
+        self._note_busy()
+        return True
 
-    async def _recover(self) -> None:
+    async def _recover(self, generate: bool) -> None:
         self._failure = None
+        self._num_repairs += 1
         self.sampler.client.forget_failure()
-        if self._serving is not None:
+        if generate:
             await self._resume()
         for group in self.schedule.running.values():
             if group.id not in self._tasks:

@@ -15,7 +15,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.tokens import entries, read, row_chunks
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
-from lockstep.trainer.ppo.rollout_repair import REPAIRABLE, RolloutRepair
+from lockstep.trainer.ppo.rollout_repair import RolloutRepair
 from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
@@ -25,6 +25,7 @@ from lockstep.utils.progress import phase
 from lockstep.utils.state_file import has_state, load_state, save_state
 from lockstep.utils.timing import marked_timer
 from lockstep.weight_sync import WeightSync
+from lockstep.workers.rollout_client import REPAIRABLE
 
 T = TypeVar("T")
 STATE = "rollouts"
@@ -171,10 +172,10 @@ class AsyncSource(RolloutSource):
         return batch, metrics
 
     def _repair(self, error: Exception, repair: RolloutRepair) -> None:
-        self._rollout.interrupt()
+        was_generating = self._rollout.interrupt()
         super()._repair(error, repair)
         self.is_updated = False
-        self._rollout.recover()
+        self._rollout.recover(generate=was_generating)
 
     def pending(self) -> list[DataProto]:
         return [group.prompt for group in self._rollout.groups()]
