@@ -57,6 +57,11 @@ def actor_loss_fn(
             **(seen.policy_loss.loss_kwargs | {name: rows[name] for name in prepared}),
         )
         loss, token_means = _checked(result, policy_loss)
+        if log_probs.requires_grad and not loss.requires_grad:
+            raise ValueError(
+                f"actor_rollout_ref.actor.policy_loss.loss_mode: the loss of {defined_at(policy_loss)} has no gradient, so nothing "
+                "would be learned. Is `log_prob` detached, or the loss computed under torch.no_grad()?"
+            )
         share = token_share(mask, info)
         metrics = {name: share * value for name, value in token_means.items()}  # a user's loss may return plain numbers
         metrics["actor/pg_loss"] = loss

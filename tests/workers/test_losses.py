@@ -49,6 +49,10 @@ def not_reduced(log_prob: Tensor, response_mask: Tensor, **_: Any) -> tuple[Tens
     return log_prob * response_mask, {}
 
 
+def detached(log_prob: Tensor, response_mask: Tensor, **_: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    return (log_prob.detach() * response_mask).sum(), {}
+
+
 def config_of(loss: Any, mode: str = "token-mean") -> ActorConfig:
     return ActorConfig(policy_loss=PolicyLossConfig(loss_mode=f"{__name__}:{loss.__name__}"), loss_agg_mode=mode)
 
@@ -91,6 +95,12 @@ def test_a_wrong_return_value_is_named(loss: Any, found: str) -> None:
     outputs, rows = micro_batch()
     with pytest.raises(ValueError, match=rf"loss_mode: {loss.__name__} \(.*test_losses.py:\d+\) must return .*{found}"):
         actor_loss_fn(config_of(loss), INFO)(outputs, rows)
+
+
+def test_a_loss_without_a_gradient_is_named() -> None:
+    outputs, rows = micro_batch()
+    with pytest.raises(ValueError, match=r"loss_mode: the loss of detached \(.*test_losses.py:\d+\) has no gradient"):
+        actor_loss_fn(config_of(detached), INFO)(outputs, rows)
 
 
 def scaled(
