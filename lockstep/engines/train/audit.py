@@ -187,7 +187,7 @@ class UpdateAudit:
         except FloatingPointError as error:
             if self.audits.levels.get("finite", "stop") == "stop":
                 raise
-            self.problem("finite", str(error))
+            self.problem("finite", f"{error}; the weights are unchanged, the update is skipped")
             norm = math.nan
         if not math.isfinite(norm):
             self._skipped += 1

@@ -243,7 +243,7 @@ class Watchdog:
         _bounded(lambda: logger.warning("stuck: %s. Report: %s", verdict, path or "cannot be written"))
         if self._on_hang is not None:
             on_hang, self._on_hang = self._on_hang, None
-            on_hang(verdict, found)
+            on_hang(verdict if path is None else f"{verdict} (report: {path})", found)
 
     def _seen(self) -> list[Seen]:
         """All processes with their stacks; this one first."""

@@ -85,6 +85,9 @@ def _discarded_is_stop() -> Iterator[None]:
     except KeyboardInterrupt as error:
         if not step_stop.was_discarded():
             raise
+        logger.warning(
+            "what was running is discarded: there is no time to finish and save it; a resumed run computes it again"
+        )
         raise StopRequested from error
 
 
