@@ -138,7 +138,7 @@ def test_an_engine_that_cannot_retry_is_restarted_from_the_last_checkpoint(
     assert memory.num_failures == 1 and text.count(f"restarting the workers with {key}=2") == 1
     rows = metrics_of(tmp_path / "run")
     assert [row["perf/out_of_memory_retries"] for row in rows] == [1, 1]
-    assert sizes_of(tmp_path / "run" / "global_step_2") == {key: 2, "num_rows": 2}
+    assert sizes_of(tmp_path / "run" / "global_step_2") == {key: 2}
     small = [f"{key}=2", f"trainer.default_local_dir={tmp_path}/small"]
     assert main_ppo.main([*command, *small]) == 0
     names = ("training/restarts",)
