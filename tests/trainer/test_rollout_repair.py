@@ -35,6 +35,9 @@ class Parts:
     def reconnect(self) -> None:
         self.done.append("reconnect")
 
+    def forget_failures(self) -> None:
+        self.done.append("forget")
+
     def run(self, version: int) -> dict[str, float]:
         self.done.append(f"weights {version}")
         return {"weight_sync/gb": 1.0}
@@ -54,7 +57,7 @@ def parts() -> Parts:
 @pytest.fixture
 def source(parts: Parts) -> SynchronousSource:
     made: Any = SynchronousSource(parts, parts)  # type: ignore[arg-type]
-    made.repair = RolloutRepair(parts, parts, lambda: parts.done.append("repaired"))  # type: ignore[arg-type]
+    made.repair = RolloutRepair(parts, parts, parts)  # type: ignore[arg-type]
     made.policy_version = 7
     return made  # type: ignore[no-any-return]
 
@@ -66,7 +69,7 @@ def test_dead_processes_are_replaced_and_the_same_prompts_sampled_again(
     prompts: Any = iter("abcdef")
     batch, _ = source.collect(prompts, step=1, timing={})
     assert (batch, next(prompts)) == (["a", "b"], "c")
-    assert parts.done == ["restart", "reconnect", "repaired", "weights 7", "repaired", "weights 7"]
+    assert parts.done == ["restart", "reconnect", "forget", "weights 7", "forget", "weights 7"]
     assert source.repair is not None and source.repair.count == 2
 
 

@@ -135,7 +135,6 @@ class PPOTrainer:
         self.profiler = StepProfiler(config, roles, self.total_training_steps, workers.device)
         self.on_step: OnStep | None = None
         self.observer = StepObserver()
-        self._stop_line: step_stop.StopLine | None = None
         self.untested: dict[str, Any] | None = None
         """Metrics of the checkpoint's step, if there was no time for its validation; they are not tracked yet."""
 
@@ -383,13 +382,8 @@ class PPOTrainer:
         self.sampling = self._sampling(workers.responder(self.tokenizer.pad_token_id, num_samples))
         self.weight_sync = create_weight_sync(self.config, workers, self.audits)
         self.source = create_source(self.config, self.sampling, self.weight_sync, self.total_training_steps)
-        self.source.repair = self.repair = RolloutRepair(workers, self.weight_sync, self._rollout_is_repaired)
+        self.source.repair = self.repair = RolloutRepair(workers, self.weight_sync, self.sampling)
         workers.wait_ready()
-
-    def _rollout_is_repaired(self) -> None:
-        self.sampling.forget_failures()
-        if self._stop_line is not None:
-            self.rollout_wg.listen_for_stop(self._stop_line.address)
 
     def _sampling(self, rollout: Any) -> Sampling:
         return create_sampling(self.config, rollout, self.rm_wg, self.reward_fn, self.tokenizer.pad_token_id)
@@ -433,12 +427,12 @@ class PPOTrainer:
         from lockstep.single_controller.ray_backend.cluster import own_address
 
         try:
-            self._stop_line = line = step_stop.StopLine(own_address())
+            line = step_stop.StopLine(own_address())
         except OSError as error:
             logger.warning("generation cannot be ended early after SIGTERM (trainer.preemption_grace_s): %s", error)
             return
         self.run.callback(line.close)
-        self.rollout_wg.listen_for_stop(line.address)
+        self.workers.listen_for_stop(line.address)
 
     def _load_checkpoint(self, resume_from: Path | None) -> dict[str, Any]:
         """Resume from the given checkpoint or the configured one; returns the metrics of its step."""

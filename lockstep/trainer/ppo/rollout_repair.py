@@ -7,9 +7,9 @@ What was being generated is generated again, with the same seeds.
 """
 
 import logging
-from collections.abc import Callable
 
 from lockstep.single_controller import WorkerDiedError
+from lockstep.trainer.ppo.sampling import Sampling
 from lockstep.trainer.ppo.worker_groups import WorkerGroups
 from lockstep.utils.progress import phase
 from lockstep.weight_sync import WeightSync
@@ -21,12 +21,12 @@ MAX_IN_A_ROW = 3
 
 
 class RolloutRepair:
-    """on_repair: called when the processes are new or the weights are there again. count: repairs so far."""
+    """count: repairs so far."""
 
-    def __init__(self, workers: WorkerGroups, weight_sync: WeightSync | None, on_repair: Callable[[], None]) -> None:
+    def __init__(self, workers: WorkerGroups, weight_sync: WeightSync | None, sampling: Sampling) -> None:
         self.workers = workers
         self.weight_sync = weight_sync
-        self.on_repair = on_repair
+        self.sampling = sampling
         self.count = 0
         self._num_in_a_row = 0
 
@@ -49,7 +49,7 @@ class RolloutRepair:
                 if died:
                     self.workers.restart_rollout()
                     self.weight_sync.reconnect()
-                self.on_repair()
+                self.sampling.forget_failures()
                 self.weight_sync.run(version)
         except ValueError as failure:  # no machine for the processes
             logger.warning("the rollout's processes cannot be started again: %s", failure)

@@ -73,6 +73,7 @@ class WorkerGroups:
         self.processes: list[WorkerGroup] = []
         self._rollout_processes: WorkerGroup | None = None
         """Those of the rollout, if it has a pool of its own."""
+        self._stop_address: tuple[str, int] | None = None
 
     @property
     def count(self) -> int:
@@ -124,6 +125,13 @@ class WorkerGroups:
         if hasattr(group, "fetch_model"):
             group.fetch_model()
         group.init_model()
+        if self._stop_address is not None:
+            group.listen_for_stop(self._stop_address)
+
+    def listen_for_stop(self, address: tuple[str, int]) -> None:
+        """Let the processes that generate end a batch early when the controller calls (`StopLine`)."""
+        self._stop_address = address
+        self.group(Role.ActorRollout, Role.Rollout).listen_for_stop(address)
 
     def close(self) -> None:
         """Shut down the workers."""
