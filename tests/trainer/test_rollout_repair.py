@@ -59,7 +59,7 @@ def source(parts: Parts) -> SynchronousSource:
     made: Any = SynchronousSource(parts, parts)  # type: ignore[arg-type]
     made.repair = RolloutRepair(parts, parts, parts)  # type: ignore[arg-type]
     made.policy_version = 7
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def test_dead_processes_are_replaced_and_the_same_prompts_sampled_again(
