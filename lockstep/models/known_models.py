@@ -2,7 +2,7 @@
 
     layer class in KNOWN_LAYERS ─► our decoder layer, on packed tokens
     attention through transformers' AttentionInterface ─► transformers' own layers under our attention function, on packed tokens
-    anything else (recurrent state, own attention or masks) ─► its own forward, one row at a time
+    anything else (own attention or masks) ─► its own forward, on rows padded on the right
 
 Whatever is chosen is compared with transformers' eager forward when an engine loads the model (`models/model_check.py`).
 """
@@ -124,6 +124,6 @@ def attention_implementation(hf_config: PretrainedConfig) -> str:
 
 
 def computes_packed(model: PreTrainedModel) -> bool:
-    """Whether the model attends through our function; otherwise it computes one row at a time."""
+    """Whether the model attends through our function; otherwise it computes whole rows by its own forward."""
     text: Any = model.config.get_text_config()
     return bool(text._attn_implementation == ATTENTION_NAME)

@@ -81,7 +81,9 @@ def load_hf_config(config: HFModelConfig, key: str) -> PretrainedConfig:
     turn_noise_off(hf_config)
     if reason := why_own_forward(hf_config):
         logger.warning(
-            "%s computes one row at a time by its own forward: %s. This is slow.", hf_config.model_type, reason
+            "%s computes padded rows by its own forward: %s. This is slower than packed tokens.",
+            hf_config.model_type,
+            reason,
         )
     return hf_config
 

@@ -71,8 +71,9 @@ class PolicyModel(TokenModel):
         return out | _router_results(rows, self.routing.end(), routes, router_loss, self.routing.dtype)
 
     def _log_probs(self, rows: ForwardRows, **options: Any) -> dict[str, Tensor]:
-        if rows.context is None:  # the model's own forward and head, one row at a time
-            logits = [self.model(input_ids=ids, use_cache=False).logits[0] for ids in rows.split()]
+        if rows.context is None:  # the model's own forward and head
+            calls = (self.model(input_ids=ids, use_cache=False) for ids in rows.own_batches())
+            logits = [out.logits.flatten(0, 1) for out in calls]
             flat = token_log_probs(torch.cat(logits)[rows.predicts], rows.targets, torch.Tensor.float, **options)
         else:
             hidden = _hidden_states(self.model.get_decoder(), rows)
@@ -129,8 +130,9 @@ def _router_results(
 
 def _hidden_states(body: nn.Module, rows: ForwardRows) -> Tensor:
     """(T, H) of packed tokens, or (B * L, H) of padded rows."""
-    if rows.context is None:  # the model's own forward, one row at a time
-        return torch.cat([body(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in rows.split()])
+    if rows.context is None:  # the model's own forward
+        calls = (body(input_ids=ids, use_cache=False) for ids in rows.own_batches())
+        return torch.cat([out.last_hidden_state.flatten(0, 1) for out in calls])
     out = body(
         input_ids=rows.input_ids,
         position_ids=rows.position_ids,
