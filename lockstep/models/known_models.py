@@ -13,6 +13,8 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.attention_variants import install_attention_variants
+from lockstep.models.decoder import decoder_of
 from lockstep.models.decoder_layer import DecoderLayer, FinalNorm, LayerForm
 from lockstep.models.state_mixer import install_state_mixers
 
@@ -54,7 +56,7 @@ _HEAD = "its head is more than one linear layer"
 _KWARGS = "it does not pass keyword arguments to its attention"
 _DECODER = "transformers names no decoder in it"
 OWN_FORWARD: dict[str, str] = {
-    **dict.fromkeys(("doge", "phimoe"), "it builds its own attention mask"),
+    "doge": "it builds its own attention mask",
     **dict.fromkeys(
         ("bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm"), _HEAD
     ),
@@ -64,7 +66,7 @@ OWN_FORWARD: dict[str, str] = {
 }
 """Model types that use the AttentionInterface but cannot compute on packed tokens, and why."""
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 """Entries of `config.layer_types` that our attention function serves."""
 
 
@@ -78,7 +80,7 @@ STATE_MODELS: dict[str, frozenset[str]] = {
 
 def install_decoder_layers(model: nn.Module) -> bool:
     """Replace the layers and the final norm of a transformers model; whether all of them are known (else nothing changes)."""
-    decoder: Any = model if hasattr(model, "layers") else model.get_decoder()  # type: ignore[operator]
+    decoder: Any = model if hasattr(model, "layers") else decoder_of(model)
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         return False
     if any(isinstance(layer, DecoderLayer) for layer in decoder.layers):
@@ -86,6 +88,7 @@ def install_decoder_layers(model: nn.Module) -> bool:
     forms = [_form_of(layer) for layer in decoder.layers]
     if any(form is None for form in forms):
         install_state_mixers(model)
+        install_attention_variants(model)
         return False
     decoder.norm = FinalNorm(decoder.norm, forms[0].norm)  # type: ignore[union-attr]
     decoder.layers = nn.ModuleList(DecoderLayer(layer, form) for layer, form in zip(decoder.layers, forms) if form)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.models.attention import AttentionContext
+from lockstep.models.decoder import decoder_of
 from lockstep.models.state_rows import RowStates
 
 MIXERS: dict[str, str] = {
@@ -23,7 +24,7 @@ MIXERS: dict[str, str] = {
 
 def install_state_mixers(model: nn.Module) -> bool:
     """Wrap the mixers of a transformers model; whether it has any."""
-    decoder: Any = model if hasattr(model, "layers") else model.get_decoder()  # type: ignore[operator]
+    decoder: Any = model if hasattr(model, "layers") else decoder_of(model)
     found = False
     for layer in decoder.layers:
         mixers = [_wrap(parent, name) for parent in list(layer.modules()) for name in list(parent._modules)]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.models.attention import no_mask
+from lockstep.models.decoder import decoder_of
 from lockstep.models.log_probs import token_log_probs, vocabulary_head
 from lockstep.models.packing import ForwardRows
 from lockstep.models.router_replay import RouterOutputs, RouteUse, Routing, balance_loss
@@ -76,7 +77,7 @@ class PolicyModel(TokenModel):
             logits = [out.logits.flatten(0, 1) for out in calls]
             flat = token_log_probs(torch.cat(logits)[rows.predicts], rows.targets, torch.Tensor.float, **options)
         else:
-            hidden = _hidden_states(self.model.get_decoder(), rows)
+            hidden = _hidden_states(decoder_of(self.model), rows)
             predicting = hidden.index_select(0, rows.predicts)
             flat = token_log_probs(predicting, rows.targets, vocabulary_head(self.model), **options)
         return {name: rows.spread(values) for name, values in flat.items()}

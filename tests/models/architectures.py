@@ -393,6 +393,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4, experts": ("gemma4_text", {"enable_moe_block": True}),
     "gpt_neox, serial": ("gpt_neox", {"use_parallel_residual": False}),
     "falcon, alibi": ("falcon", {"alibi": True}),
+    "llama4, short chunks and scales": (
+        "llama4_text",
+        {"num_hidden_layers": 4, "attention_chunk_size": 3, "floor_scale": 2, "attn_scale": 0.5}
+        | {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]},
+    ),
+    "glm_moe_dsa, a shared index": (
+        "glm_moe_dsa",
+        {
+            "num_hidden_layers": 3,
+            "indexer_types": ["full", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        }
+        | {"layer_types": ["indexed_attention"] * 3},
+    ),
     "olmo, clipped": ("olmo", {"clip_qkv": 0.5}),
     "opt, post-norm": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
 }
