@@ -52,17 +52,11 @@ KNOWN_LAYERS: dict[str, LayerForm] = {
 }
 """Name of a layer class in `transformers.models` -> its form."""
 
-_HEAD = "its head is more than one linear layer"
-_KWARGS = "it does not pass keyword arguments to its attention"
-_DECODER = "transformers names no decoder in it"
+_ROBERTA = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
 OWN_FORWARD: dict[str, str] = {
+    **dict.fromkeys(_ROBERTA, "it counts positions by itself"),
     "doge": "it builds its own attention mask",
-    **dict.fromkeys(
-        ("bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm"), _HEAD
-    ),
-    **dict.fromkeys(("hyperclovax", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"), _HEAD),
-    **dict.fromkeys(("moshi", "nemotron"), _KWARGS),
-    **dict.fromkeys(("mllama", "modernbert-decoder"), _DECODER),
+    **dict.fromkeys(("moshi", "nemotron"), "it does not pass keyword arguments to its attention"),
 }
 """Model types that use the AttentionInterface but cannot compute on packed tokens, and why."""
 

@@ -290,13 +290,13 @@ class TokenEngine(TrainEngine):
         batch = check_batch(self.model.hf_config.get_text_config().vocab_size)
         for model, dtype in self._checked_models():
             with phase("check the model"), refuse_errors(model.transformer), torch.no_grad(), trial_adapters(model):
-                got = [model(forward_rows(batch, self.device, layout)) for layout in layouts]
                 with transformers_forward(model.transformer):
                     expected, later = (
                         model(forward_rows(b, self.device, "rows")) for b in (batch, without_last(batch))
                     )
+                check_causal_outputs(expected, later, batch, model=model.transformer, dtype=dtype)
+                got = [model(forward_rows(batch, self.device, layout)) for layout in layouts]
             self._free_gathered()
-            check_causal_outputs(expected, later, batch, model=model.transformer, dtype=dtype)
             for layout, outputs in zip(layouts, got):
                 path = f"training with {layout} rows"
                 check_outputs(outputs, expected, batch, model=model.transformer, path=path, dtype=dtype)
