@@ -125,6 +125,11 @@ def why_own_forward(hf_config: PretrainedConfig) -> str | None:
     return None
 
 
+def has_states(hf_config: PretrainedConfig) -> bool:
+    """Whether the model has layers with a state (recurrence, convolution), which run on packed tokens."""
+    return hf_config.get_text_config().model_type in STATE_MODELS
+
+
 def attention_implementation(hf_config: PretrainedConfig) -> str:
     """What to load the model with: our attention function, or transformers' eager attention for its own forward."""
     return ATTENTION_NAME if why_own_forward(hf_config) is None else "eager"
