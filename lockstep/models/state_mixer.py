@@ -94,6 +94,8 @@ def install_state_mixers(model: nn.Module) -> bool:
         if mixers:
             layer.register_forward_pre_hook(_ContextFor(mixers, decoder.config), with_kwargs=True)
             found = True
+    if found:
+        decoder.register_forward_pre_hook(_context_with_mask, with_kwargs=True)
     if found and not torch.cuda.is_available():
         logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_fallback)
     return found
@@ -112,6 +114,12 @@ def _wrap(parent: nn.Module, name: str, layer_idx: int) -> "StateMixer | None":
     mixer = StateMixer(child, form, layer_idx)
     setattr(parent, name, mixer)
     return mixer
+
+
+def _context_with_mask(decoder: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Hook of the decoder: the mask carries the context to the layers of a model that hands down nothing else (Mamba)."""
+    if (mask := options.get("attention_mask")) is not None:
+        mask.lockstep_context = options.get("lockstep_context")
 
 
 class _ContextFor:
