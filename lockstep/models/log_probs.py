@@ -84,7 +84,7 @@ def vocabulary_head(model: PreTrainedModel) -> VocabularyHead:
         last,
         factor=scaling if multiplies else getattr(config, "logit_scale", None),
         divisor=None if multiplies else scaling,
-        cap=getattr(config, "final_logit_softcapping", None),
+        cap=getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None),
         before=tuple(before),
     )
 
