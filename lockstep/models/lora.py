@@ -306,7 +306,11 @@ def _inject(
             ) from error
         raise ValueError(f"{what} matches no linear layer of {name}; {known}") from error
     layers = adapter_layers(transformer)
-    odd = [path for path, layer in layers.items() if not isinstance(layer, Linear) and not is_4bit(layer.weight)]
+    odd = [
+        path
+        for path, layer in layers.items()
+        if not isinstance(layer, Linear) and not is_4bit(getattr(layer, "weight", None))
+    ]
     if others := sorted({path.rpartition(".")[2] for path in odd}):
         raise ValueError(f"{what}: {', '.join(others)} of {name} is not a linear layer; {known}")
     if isinstance(lora.target_modules, list | set) and isinstance(config.target_modules, list):
