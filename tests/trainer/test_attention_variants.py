@@ -16,7 +16,6 @@ GRPO = [
     "trainer.val_before_train=false",
     "trainer.save_freq=0",
 ]
-TWO_RANKS = ["trainer.n_gpus_per_node=2"]
 LORA = [
     "actor_rollout_ref.model.lora_rank=4",
     "actor_rollout_ref.model.target_modules=[q_a_proj,kv_b_proj,o_proj]",
@@ -31,7 +30,7 @@ LORA = [
         ("llama4_text", "embedded", ["actor_rollout_ref.model.enable_gradient_checkpointing=true"]),
         ("deepseek_v32", "embedded", []),
         ("glm_moe_dsa", "embedded", LORA),
-        ("gptj", "hf", TWO_RANKS),
+        ("gptj", "hf", []),
     ],
 )
 def test_grpo(model_type: str, rollout: str, extra: list[str], overrides: list[str], tmp_path: Path) -> None:
