@@ -28,7 +28,7 @@ from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 from lockstep.protocol.tokens import lengths_of, pack
 from lockstep.rewards.managers import NaiveRewardManager
-from lockstep.trainer.ppo.audit import IdleSteps, check_finite, check_policy_version, rollout_gap
+from lockstep.trainer.ppo.audit import check_finite, check_policy_version, check_spread, rollout_gap
 from lockstep.trainer.ppo.data_order import DrawnPrompts
 from lockstep.trainer.ppo.reward_probe import EVERY, RewardProbe
 from lockstep.trainer.ppo.rollout_sources.synchronous import SynchronousSource
@@ -96,7 +96,7 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
         "policy_version": lambda: check_policy_version(audits, batch, 3),
         "token_round_trip": lambda: round_trip.check(audits, batch, next(steps)),
         "rollout_gap": lambda: rollout_gap(audits, batch, GapBound(torch.bfloat16)),
-        "advantages": lambda: IdleSteps(audits).note(batch),
+        "advantages": lambda: check_spread(audits, batch),
         "reward_probe": reward_probe,
     }
     seconds = {name: median_s(call, args.repeats) for name, call in calls.items()}
