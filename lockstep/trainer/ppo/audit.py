@@ -119,6 +119,7 @@ class StepAudit:
     dtype:   the actor's compute type.
     folder:  of the run, in which batches are kept.
     write_rows: writes the responses of a batch into a folder, as text.
+    keeps_batches: whether the batch of a finding is kept.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class StepAudit:
         self.gap_bound = GapBound(dtype)
         self.cut_responses = CutResponses()
         self.failed_conversations = FailedConversations()
+        self.keeps_batches = True
         self.batch: DataProto | None = None
         """The batch of the step, as far as it is."""
         self._at = DumpInfo("", "", 0, 0, None)
@@ -171,8 +173,9 @@ class StepAudit:
 
     def _keep(self, audit: str, message: str) -> str:
         """Keep the batch; returns a sentence that says where, or an empty string."""
-        if self.batch is None or (audit == "advantages" and self.audits.levels.get(audit) == "warn"):
-            return ""  # which hard data do often
+        is_common = audit == "advantages" and self.audits.levels.get(audit) == "warn"  # on hard data
+        if self.batch is None or is_common or not self.keeps_batches:
+            return ""
         info = replace(self._at, audit=audit, message=message)
         kept = write_dump(self.folder, self.batch, info, self.write_rows)
         if kept is None:
