@@ -231,8 +231,10 @@ class Watchdog:
         text = report_text(stuck, found, processes, heartbeat.gauges())
         path = self._write(report_name(stuck), text)
         verdict = self.stuck
-        _bounded(lambda: logger.warning("stuck: %s. Report: %s", verdict, path or "cannot be written"))
-        if self._on_hang is not None:
+        if self._on_hang is None:
+            _bounded(lambda: logger.warning("stuck: %s. Report: %s", verdict, path or "cannot be written"))
+        else:  # it tells the verdict
+            _bounded(lambda: logger.warning("stuck in %r: ending the run", stuck.phase))
             on_hang, self._on_hang = self._on_hang, None
             on_hang(verdict if path is None else f"{verdict} (report: {path})", found)
 
