@@ -1,4 +1,4 @@
-"""Computes the steps of a run again, in a folder of its own: a run like any other, that ends after the recorded step.
+"""Computes the steps of a run again, in a temporary folder: a run like any other, that ends after the recorded step.
 
 config and checkpoint of the run ─► the same trainer, workers and data ─► metrics, dumps and the recording in `folder`
 """
