@@ -72,7 +72,7 @@ class Kind:
     phase:    what is stuck: one of these.
     stack:    a line of the report; empty for processes that are stopped.
     settings: of the run.
-    service:  runs beside the run; yields further settings.
+    service:  runs during the run; yields further settings.
     stop:     name of the process that is stopped by SIGSTOP.
     """
 

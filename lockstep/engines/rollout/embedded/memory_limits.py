@@ -76,7 +76,7 @@ class MemoryLimits:
             raise self._too_long(reason)
         scheduler.preempt_above(0)
         self.drop_cache(runner)
-        self._note("kv_blocks", max(least, current // 2), f"a step beside a KV cache of {current} blocks", reason)
+        self._note("kv_blocks", max(least, current // 2), f"a step with a KV cache of {current} blocks", reason)
         self.grow_cache(runner, max(least, current // 2))
 
     def drop_cache(self, runner: ModelRunner) -> None:
