@@ -118,8 +118,9 @@ def _wrap(parent: nn.Module, name: str, layer_idx: int) -> "StateMixer | None":
 
 def _context_with_mask(decoder: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Hook of the decoder: the mask carries the context to the layers of a model that hands down nothing else (Mamba)."""
-    if (mask := options.get("attention_mask")) is not None:
-        mask.lockstep_context = options.get("lockstep_context")
+    mask: Any = options.get("attention_mask")
+    if isinstance(mask, Tensor):
+        mask.lockstep_context = options.get("lockstep_context")  # type: ignore[attr-defined]
 
 
 class _ContextFor:

@@ -18,6 +18,7 @@ from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.models.attention import no_mask
 from lockstep.models.known_models import STATE_MODELS
 from lockstep.models.loading import load_causal_lm
+from lockstep.models.lora import adapter_layers, install_adapters
 from lockstep.models.packing import Layout, forward_rows
 from lockstep.models.state_mixer import MIXERS, StateMixer
 from lockstep.models.state_rows import PackedRows, RowStates, _Group
@@ -145,6 +146,45 @@ def test_ranks_cannot_share_a_sequence(tmp_path: Path) -> None:
     two_ranks = patch("lockstep.engines.train.token_engine.current_world_size", return_value=2)
     with two_ranks, pytest.raises(ValueError, match=message):
         train_engine(model, packed=True, sequence_parallel_size=2)
+
+
+LORA_LAYERS = {
+    "qwen3_next": "in_proj_ba in_proj_qkvz k_proj o_proj out_proj q_proj shared_expert_gate v_proj",
+    "minimax": "k_proj o_proj out_proj output_gate q_proj qkv_proj v_proj",
+    "mixtral": "k_proj o_proj q_proj v_proj",
+    "falcon_mamba": "in_proj x_proj",
+    "nemotron_h": "down_proj in_proj k_proj o_proj q_proj up_proj v_proj",
+}
+"""What `target_modules=all-linear` means for models with fused experts, and with layers that cannot have an adapter."""
+
+
+@pytest.mark.parametrize("model_type", LORA_LAYERS)
+def test_adapters_are_on_the_linear_layers_that_there_are(model_type: str, tmp_path: Path) -> None:
+    save_tiny_model(model_type, tmp_path)
+    policy = with_adapters(tmp_path)
+    layers = adapter_layers(policy.transformer)
+    assert sorted({path.rpartition(".")[2] for path in layers}) == LORA_LAYERS[model_type].split()
+    train_engine(policy.transformer, packed=True)  # compares with peft's own forward
+
+
+@pytest.mark.parametrize(
+    ("model_type", "target", "message"),
+    [
+        ("mamba", "dt_proj", "uses the weight of dt_proj directly, where an adapter has no effect; leave it out"),
+        ("mixtral", "w2", "experts of MixtralForCausalLM is not a linear layer; its linear layers are k_proj"),
+    ],
+)
+def test_adapters_that_would_do_nothing_are_refused(model_type: str, target: str, message: str, tmp_path: Path) -> None:
+    save_tiny_model(model_type, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        with_adapters(tmp_path, target_modules=[target])
+
+
+def with_adapters(folder: Path, **settings: Any) -> PolicyModel:
+    config = HFModelConfig(path=str(folder), lora_rank=2, **settings)
+    policy = PolicyModel(load_causal_lm(config, "model", torch.float32, CPU))
+    install_adapters(policy, config, "model", dtype=torch.float32, device=CPU, seed=1)
+    return policy
 
 
 def make_batch() -> TensorDict:
