@@ -10,7 +10,7 @@ Legend: T packed tokens, N rows of Q queries and K keys, H query heads, HK key h
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from lockstep.kernels.ops import RowIndex, take_rows
+from lockstep.models.state_rows import PackedRows, StateCore, length_buckets
 from lockstep.utils.device import to_device
 
 ATTENTION_NAME = "lockstep"
@@ -57,6 +58,12 @@ class LayerOptions:
 class AttentionContext(Protocol):
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         """query (1, H, T, D), key and value (1, HK, T, D) of one layer (`layer.layer_idx`) -> output (1, T, H, D)."""
+
+    def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
+        """x (1, T, C) of one layer with a state (`layer.layer_idx`) -> output of `core` (1, T, C').
+
+        layer.continues: False if `core` computes only whole rows at a time, and single tokens from a state on.
+        """
 
 
 def lockstep_attention(
@@ -141,6 +148,18 @@ class PackedAttention:
         attend = self._flash if half and fits and options.softcap is None else self._bucketed
         return attend(q, k, v, options)[None]
 
+    def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
+        rows = self._state_rows if getattr(layer, "continues", True) else self._whole_rows
+        return rows.run(core, x)
+
+    @cached_property
+    def _state_rows(self) -> PackedRows:
+        return PackedRows(self.lengths, self._device, self.prefixes)
+
+    @cached_property
+    def _whole_rows(self) -> PackedRows:
+        return PackedRows(self.lengths, self._device, self.prefixes, continues=False)
+
     @cached_property
     def max_key_length(self) -> int:
         if self.prefixes is None:
@@ -196,7 +215,7 @@ class PackedAttention:
         start, length = np.array([self._starts[:-1], self.lengths])
         prefix, before = np.array(self.prefixes or [(0, 0)] * len(length)).T
         parts = (np.flatnonzero(before == 0), np.flatnonzero(before))
-        buckets = [part[places] for part in parts for places in _length_buckets((length + before)[part])]
+        buckets = [part[places] for part in parts for places in length_buckets((length + before)[part])]
         return [_Rows(*(column[which, None] for column in (start, length, prefix, before))) for which in buckets]
 
     @cached_property
@@ -225,15 +244,23 @@ class PaddedAttention:
 
     def __init__(self, attention_mask: Tensor) -> None:
         self._tokens = attention_mask.flatten().nonzero()[:, 0]
+        self._size = attention_mask.numel()
         lengths = [length for length in attention_mask.bool().sum(-1).tolist() if length]
         self._packed = PackedAttention(lengths, attention_mask.device)
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
-        num_rows, _, length, _ = query.shape
+        num_rows = len(query)
         q, k, v = (t.transpose(1, 2).flatten(0, 1)[self._tokens].transpose(0, 1)[None] for t in (query, key, value))
         out = self._packed.attend(layer, q, k, v, options)[0]
-        padded = out.new_zeros(num_rows * length, *out.shape[1:]).index_copy(0, self._tokens, out)
-        return padded.unflatten(0, (num_rows, length))
+        return self._pad(out, num_rows)
+
+    def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
+        return self._pad(self._packed.mix(layer, core, x.flatten(0, 1)[self._tokens][None])[0], len(x))
+
+    def _pad(self, out: Tensor, num_rows: int) -> Tensor:
+        """(T, …) of the tokens -> (B, L, …)."""
+        padded = out.new_zeros(self._size, *out.shape[1:]).index_copy(0, self._tokens, out)
+        return padded.unflatten(0, (num_rows, -1))
 
 
 def eager_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, options: LayerOptions) -> Tensor:
@@ -353,18 +380,3 @@ def _split_rows(tokens: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tenso
     """tokens (sum of N * L, H, D) of all buckets -> (N, H, L, D) for each bucket's shape (N, L)."""
     parts = tokens.split([math.prod(shape) for shape in shapes])
     return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, shapes)]
-
-
-def _length_buckets(num_keys: np.ndarray) -> Iterator[np.ndarray]:
-    """Indices of the sequences, sorted by length and cut so that the longest of a bucket is at most twice the shortest."""
-    order = num_keys.argsort(kind="stable")
-    start = 0
-    for place, length in enumerate(num_keys[order].tolist()):
-        if place == start:
-            longest = 2 * max(length, 8)
-        elif length > longest:
-            yield order[start:place]
-            start = place
-            longest = 2 * max(length, 8)
-    if len(order):
-        yield order[start:]

@@ -14,6 +14,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.decoder_layer import DecoderLayer, FinalNorm, LayerForm
+from lockstep.models.state_mixer import install_state_mixers
 
 KNOWN_LAYERS: dict[str, LayerForm] = {
     # Llama and its relatives (SmolLM, SmolLM2, Yi, DeepSeek-R1-Distill-Llama, ... are Llama by class)
@@ -67,6 +68,21 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 """Entries of `config.layer_types` that our attention function serves."""
 
 
+_LINEAR = frozenset({"linear_attention"})
+_HYBRID = frozenset({"hybrid"})
+STATE_MODELS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"), _LINEAR),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "jamba", "minimax", "recurrent_gemma"), _LINEAR),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _LINEAR),
+    "nemotron_h": _LINEAR | {"mlp", "moe"},
+    "falcon_h1": _HYBRID,
+    **dict.fromkeys(("zamba", "zamba2"), _LINEAR | _HYBRID),
+    "zaya": _HYBRID | {"hybrid_sliding"},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), frozenset({"conv"})),
+}
+"""Model types whose mixers `models/state_mixer.py` wraps -> the entries of `config.layer_types` beside `ATTENTION_LAYERS`."""
+
+
 def install_decoder_layers(model: nn.Module) -> bool:
     """Replace the layers and the final norm of a transformers model; whether all of them are known (else nothing changes)."""
     decoder: Any = model if hasattr(model, "layers") else model.get_decoder()  # type: ignore[operator]
@@ -76,6 +92,7 @@ def install_decoder_layers(model: nn.Module) -> bool:
         return True
     forms = [_form_of(layer) for layer in decoder.layers]
     if any(form is None for form in forms):
+        install_state_mixers(model)
         return False
     decoder.norm = FinalNorm(decoder.norm, forms[0].norm)  # type: ignore[union-attr]
     decoder.layers = nn.ModuleList(DecoderLayer(layer, form) for layer, form in zip(decoder.layers, forms) if form)
@@ -98,13 +115,19 @@ def why_own_forward(hf_config: PretrainedConfig) -> str | None:
     )
     if cls is None:
         return None  # remote code, or no causal LM: the check at load time decides
-    if cls._is_stateful:
+    states = STATE_MODELS.get(text.model_type)
+    if cls._is_stateful and states is None:
         return "it has a recurrent state"
-    if others := set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS:
+    if others := set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS - (states or frozenset()):
         return f"it has layers of {', '.join(sorted(others))}"
-    if not cls._supports_attention_backend:
+    if not cls._supports_attention_backend and states is None:
         return "it does not attend through transformers' AttentionInterface"
     return None
+
+
+def has_states(hf_config: PretrainedConfig) -> bool:
+    """Whether the model has layers with a state (recurrence, convolution), which run on packed tokens."""
+    return hf_config.get_text_config().model_type in STATE_MODELS
 
 
 def attention_implementation(hf_config: PretrainedConfig) -> str:

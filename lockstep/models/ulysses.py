@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.models.attention import AttentionContext, LayerOptions
+from lockstep.models.state_rows import StateCore
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,9 @@ class UlyssesAttention:
         if options.sinks is not None:
             options = replace(options, sinks=options.sinks.chunk(size)[rank])
         return self._all_heads(self.whole.attend(layer, query, key, value, options))
+
+    def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
+        raise ValueError(f"{type(layer).__name__} has a state, which ranks that share a sequence cannot compute")
 
     def _all_tokens(self, *tensors: Tensor) -> list[Tensor]:
         """Each (1, H, T/size, D) -> (1, H/size, T, D), in one exchange."""

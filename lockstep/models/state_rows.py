@@ -1,0 +1,234 @@
+"""Layers with a state (recurrence, convolution): the state of rows, and packed tokens as rows that follow one another.
+
+    packed:  p1 p2 p3 r1 r2 | s1 s2 | q1 q2 t1       two sequences share the prompt p; q t is another one
+    groups:  p1 p2 p3 ─► state ─► r1 r2              rows of one group are computed together, padded on the right
+                              └─► s1 s2
+             q1 q2 t1
+
+What computes such a layer (`StateCore`) knows nothing of packing: it gets rows and the state with which they begin, and leaves the
+state with which they end. Nothing is written in place, so that gradients flow from a response into the prompt before it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.utils.device import to_device
+
+StateName = tuple[Literal["conv", "recurrent"], int]
+
+
+class RowStates:
+    """The state of N rows in one layer, with the methods of a transformers cache that its mixers call.
+
+    tensors: (N, …) by kind and number; none for rows without tokens before them.
+    """
+
+    record_past = False
+
+    def __init__(self, tensors: Mapping[StateName, Tensor] | None = None) -> None:
+        self.tensors: dict[StateName, Tensor] = dict(tensors or {})
+
+    @property
+    def layers(self) -> "_EveryLayer":
+        return _EveryLayer(self)
+
+    @property
+    def conv_states(self) -> dict[int, Tensor]:
+        return self._of("conv")
+
+    @property
+    def recurrent_states(self) -> dict[int, Tensor]:
+        return self._of("recurrent")
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self.tensors)
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int | None = None,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Append (N, C, L) to the convolution's inputs, of which the last are kept; returns all of them."""
+        before = self.tensors.get(("conv", state_idx))
+        if before is None:
+            width = conv_kernel_size or conv_states.shape[-1]
+            whole = F.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        else:
+            width = before.shape[-1]
+            whole = torch.cat([before, conv_states], -1)
+        self.tensors["conv", state_idx] = whole[..., whole.shape[-1] - width :]
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int | None = None, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        self.tensors["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.tensors.get(("recurrent", 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache)
+
+    def select(self, rows: Tensor) -> "RowStates":
+        return RowStates({name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()})
+
+    @staticmethod
+    def cat(parts: "Sequence[RowStates]") -> "RowStates":
+        return RowStates({name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors})
+
+    def _of(self, kind: str) -> dict[int, Tensor]:
+        return {number: tensor for (of_kind, number), tensor in self.tensors.items() if of_kind == kind}
+
+
+class _EveryLayer:
+    """`cache.layers[i]` of transformers: there is one layer here."""
+
+    def __init__(self, states: RowStates) -> None:
+        self._states = states
+
+    def __getitem__(self, layer_idx: int) -> RowStates:
+        return self._states
+
+
+StateCore = Callable[[Tensor, RowStates], Tensor]
+"""rows (N, L, C), states -> (N, L, C'). The states become those after the last of the L tokens, padding included."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows that are computed together.
+
+    index:  (N, L) tokens; padding repeats a row's last.
+    own:    (N, L) whose output is that token's: False at padding and at a prompt that another row owns.
+    source: (N,) rows among those whose state is kept, with which these begin; None if they begin without tokens before them.
+    keeps:  whether the state is kept, for which rows are not padded.
+    """
+
+    index: np.ndarray
+    own: np.ndarray
+    source: np.ndarray | None = None
+    keeps: bool = False
+
+
+class PackedRows:
+    """lengths, prefixes: as in `PackedAttention`.
+
+    continues: whether a row that shares a prompt begins with the state at its end. Otherwise it begins with the prompt's tokens.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        prefixes: Sequence[tuple[int, int]] | None = None,
+        *,
+        continues: bool = True,
+    ) -> None:
+        self._lengths = lengths
+        self._prefixes = prefixes or [(0, 0)] * len(lengths)
+        self._device = device
+        self._continues = continues
+
+    def run(self, core: StateCore, x: Tensor) -> Tensor:
+        """(1, T, C) packed tokens -> (1, T, C')."""
+        kept: list[RowStates] = []
+        outputs = []
+        for group, index, source in self._on_device:
+            states = RowStates() if source is None else RowStates.cat(kept).select(source)
+            rows = x[0].index_select(0, index).unflatten(0, group.index.shape)
+            outputs.append(core(rows, states).flatten(0, 1))
+            if group.keeps:
+                kept.append(states)
+        return torch.cat(outputs).index_select(0, self._token_index)[None]
+
+    @cached_property
+    def groups(self) -> list[_Group]:
+        starts = [0, *accumulate(self._lengths)][:-1]
+        return self._after_prompts(starts) if self._continues else self._with_prompts(starts)
+
+    def _after_prompts(self, starts: Sequence[int]) -> list[_Group]:
+        """First the prompts that are shared, by length; then everything else."""
+        shared = sorted({prefix for prefix in self._prefixes if prefix[1]}, key=lambda prefix: prefix[1])
+        place = {prefix: number for number, prefix in enumerate(shared)}
+        owned = dict(shared)  # first token of an owner -> tokens of the prompt that others share
+        groups = []
+        for length in sorted({count for _, count in shared}):
+            first = np.array([start for start, count in shared if count == length])
+            index = first[:, None] + np.arange(length)
+            groups.append(_Group(index, np.ones_like(index, dtype=bool), keeps=True))
+        alone, after = [], []
+        for start, length, prefix in zip(starts, self._lengths, self._prefixes):
+            if start in owned:
+                prefix = (start, owned[start])
+                start, length = start + owned[start], length - owned[start]
+            if length:
+                (after if prefix[1] else alone).append((start, length, place.get(prefix, -1)))
+        for rows, follows in ((alone, False), (after, True)):
+            if not rows:
+                continue
+            first, count, source = np.array(rows).T
+            for which in length_buckets(count):
+                # one token after a state is a decode step to transformers' mixers, which write it in place: no gradient
+                token = np.arange(max(2 if follows else 1, count[which].max()))
+                index = first[which, None] + np.minimum(token, count[which, None] - 1)
+                groups.append(_Group(index, token < count[which, None], source[which] if follows else None))
+        return groups
+
+    def _with_prompts(self, starts: Sequence[int]) -> list[_Group]:
+        groups = []
+        first, count, prefix, before = np.array(
+            [(start, n, *prefix) for start, n, prefix in zip(starts, self._lengths, self._prefixes) if n]
+        ).T[..., None]
+        for which in length_buckets((count + before)[:, 0]):
+            token = np.arange((count + before)[which].max())
+            own = first[which] + np.minimum(token - before[which], count[which] - 1)
+            index = np.where(token < before[which], prefix[which] + token, own)
+            groups.append(_Group(index, (token >= before[which]) & (token < (before + count)[which])))
+        return groups
+
+    @cached_property
+    def _on_device(self) -> list[tuple[_Group, Tensor, Tensor | None]]:
+        return [
+            (group, self._put(group.index.ravel()), None if group.source is None else self._put(group.source))
+            for group in self.groups
+        ]
+
+    @cached_property
+    def _token_index(self) -> Tensor:
+        """(T,) where the output of each token is among those of all groups."""
+        index = np.concatenate([group.index.ravel() for group in self.groups])
+        places = np.flatnonzero(np.concatenate([group.own.ravel() for group in self.groups]))
+        found = np.empty(sum(self._lengths), dtype=np.int64)
+        found[index[places]] = places
+        return self._put(found)
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(array), self._device)
+
+
+def length_buckets(num_keys: np.ndarray) -> Iterator[np.ndarray]:
+    """Indices of the sequences, sorted by length and cut so that the longest of a bucket is at most twice the shortest."""
+    order = num_keys.argsort(kind="stable")
+    start = 0
+    for place, length in enumerate(num_keys[order].tolist()):
+        if place == start:
+            longest = 2 * max(length, 8)
+        elif length > longest:
+            yield order[start:place]
+            start = place
+            longest = 2 * max(length, 8)
+    if len(order):
+        yield order[start:]
