@@ -60,7 +60,10 @@ class AttentionContext(Protocol):
         """query (1, H, T, D), key and value (1, HK, T, D) of one layer (`layer.layer_idx`) -> output (1, T, H, D)."""
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
-        """x (1, T, C) of one layer with a state (`layer.layer_idx`) -> output of `core` (1, T, C')."""
+        """x (1, T, C) of one layer with a state (`layer.layer_idx`) -> output of `core` (1, T, C').
+
+        layer.continues: False if `core` computes only whole rows at a time, and single tokens from a state on.
+        """
 
 
 def lockstep_attention(
@@ -146,11 +149,16 @@ class PackedAttention:
         return attend(q, k, v, options)[None]
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
-        return self._state_rows.run(core, x)
+        rows = self._state_rows if getattr(layer, "continues", True) else self._whole_rows
+        return rows.run(core, x)
 
     @cached_property
     def _state_rows(self) -> PackedRows:
         return PackedRows(self.lengths, self._device, self.prefixes)
+
+    @cached_property
+    def _whole_rows(self) -> PackedRows:
+        return PackedRows(self.lengths, self._device, self.prefixes, continues=False)
 
     @cached_property
     def max_key_length(self) -> int:

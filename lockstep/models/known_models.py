@@ -68,12 +68,18 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 """Entries of `config.layer_types` that our attention function serves."""
 
 
+_LINEAR = frozenset({"linear_attention"})
+_HYBRID = frozenset({"hybrid"})
 STATE_MODELS: dict[str, frozenset[str]] = {
-    "qwen3_next": frozenset({"linear_attention"}),
-    "qwen3_5_text": frozenset({"linear_attention"}),
-    "qwen3_5_moe_text": frozenset({"linear_attention"}),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"), _LINEAR),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "jamba", "mamba2", "minimax", "recurrent_gemma"), _LINEAR),
+    "nemotron_h": _LINEAR | {"mlp", "moe"},
+    "falcon_h1": _HYBRID,
+    **dict.fromkeys(("zamba", "zamba2"), _LINEAR | _HYBRID),
+    "zaya": _HYBRID | {"hybrid_sliding"},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), frozenset({"conv"})),
 }
-"""Model types whose mixers `models/state_mixer.py` wraps -> the entries of `config.layer_types` that these are."""
+"""Model types whose mixers `models/state_mixer.py` wraps -> the entries of `config.layer_types` beside `ATTENTION_LAYERS`."""
 
 
 def install_decoder_layers(model: nn.Module) -> bool:
