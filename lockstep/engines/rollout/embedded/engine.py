@@ -168,7 +168,9 @@ class EmbeddedEngine(ModuleEngine):
         """Compare with transformers once per `bind`; at the first request, when the weights are there."""
         if self._model_is_checked:
             return
-        model = self._bound[0].model
+        runner = self._bound[0]
+        model = runner.model
+        self.scheduler.chunked = self.config.enable_chunked_prefill and not runner.has_whole_prompts
         block_size = self.config.kv_block_size
         max_length = self.max_model_len
         if self.num_blocks is not None:

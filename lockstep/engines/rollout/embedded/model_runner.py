@@ -107,6 +107,11 @@ class ModelRunner:
         """Shapes of the states by `layer_idx`; empty for most models."""
         return self._probed().states
 
+    @property
+    def has_whole_prompts(self) -> bool:
+        """Whether a layer computes the later chunks of a prompt token by token."""
+        return not self._probed().continues
+
     @torch.no_grad()
     def _probed(self) -> LayerProbe:
         """What each layer keeps, found by a forward of one token in evaluation mode."""
@@ -284,12 +289,12 @@ def check_layers(model: Any, probe: LayerProbe) -> None:
     text = model.config.get_text_config()
     layers = probe.layers
     kinds = getattr(text, "layer_types", None)
-    known = {*layers, *probe.states} | {index for index, kind in enumerate(kinds or ()) if kind in MLP_LAYERS}
-    if len(known) != text.num_hidden_layers:
-        raise refusal(
-            model,
-            f"only {len(known)} of its {text.num_hidden_layers} layers are attention layers or have a known state",
-        )
+    without = {index for index, kind in enumerate(kinds or ()) if kind in MLP_LAYERS}
+    missing = set(range(text.num_hidden_layers)) - {*layers, *probe.states, *without}
+    if missing:
+        num_known = text.num_hidden_layers - len(missing)
+        which = f"only {num_known} of its {text.num_hidden_layers} layers attend or have a state that is known"
+        raise refusal(model, which)
     for index, kind in enumerate(kinds or ()):
         if kind == "sliding_attention" and (index not in layers or layers[index].sliding_window is None):
             raise refusal(model, f"layer {index} does not pass its sliding window to the attention function")

@@ -53,11 +53,13 @@ class LayerProbe:
     """An attention context that records what each layer keeps of a forward of one token, by `layer_idx`.
 
     layers: shapes of keys and values. states: shapes of states. A layer may have both.
+    continues: whether all layers can compute several tokens at a time from a state on.
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
         self.states: dict[int, dict[StateName, StateShape]] = {}
+        self.continues = True
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         index = _unique_index(layer, self.layers)
@@ -68,6 +70,10 @@ class LayerProbe:
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
         states = RowStates()
         out = core(x, states)
+        if not states.tensors:
+            name = type(getattr(layer, "reference", layer)).__name__
+            raise ValueError(f"{name} keeps its state to itself")
+        self.continues &= getattr(layer, "continues", True)
         self.states[_unique_index(layer, self.states)] = {
             name: StateShape(tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in states.tensors.items()
         }
