@@ -94,9 +94,14 @@ AttentionInterface.register(ATTENTION_NAME, lockstep_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
-def no_mask(device: torch.device) -> Tensor:
-    """A placeholder that transformers passes through: it builds no mask if it is given one of four dimensions."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+def no_mask(device: torch.device, context: AttentionContext | None = None) -> Tensor:
+    """A placeholder that transformers passes through: it builds no mask if it is given one of four dimensions.
+
+    context: carried along, for a model that hands its layers the mask but no keyword arguments (Mamba).
+    """
+    mask: Any = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    mask.lockstep_context = context
+    return mask  # type: ignore[no-any-return]
 
 
 def _refuse_unserved(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:

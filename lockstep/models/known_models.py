@@ -72,7 +72,8 @@ _LINEAR = frozenset({"linear_attention"})
 _HYBRID = frozenset({"hybrid"})
 STATE_MODELS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"), _LINEAR),
-    **dict.fromkeys(("bamba", "granitemoehybrid", "jamba", "mamba2", "minimax", "recurrent_gemma"), _LINEAR),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "jamba", "minimax", "recurrent_gemma"), _LINEAR),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _LINEAR),
     "nemotron_h": _LINEAR | {"mlp", "moe"},
     "falcon_h1": _HYBRID,
     **dict.fromkeys(("zamba", "zamba2"), _LINEAR | _HYBRID),
@@ -122,6 +123,11 @@ def why_own_forward(hf_config: PretrainedConfig) -> str | None:
     if not cls._supports_attention_backend and states is None:
         return "it does not attend through transformers' AttentionInterface"
     return None
+
+
+def has_states(hf_config: PretrainedConfig) -> bool:
+    """Whether the model has layers with a state (recurrence, convolution), which run on packed tokens."""
+    return hf_config.get_text_config().model_type in STATE_MODELS
 
 
 def attention_implementation(hf_config: PretrainedConfig) -> str:

@@ -82,6 +82,12 @@ def install_state_mixers(model: nn.Module) -> bool:
     decoder: Any = model if hasattr(model, "layers") else model.get_decoder()  # type: ignore[operator]
     found = False
     for layer_idx, layer in enumerate(decoder.layers):
+        for module in layer.modules():
+            if getattr(module, "layer_idx", layer_idx) in (
+                None,
+                -1,
+            ):  # attention that layers share by tied weights alone
+                module.layer_idx = layer_idx
         places = [(parent, name) for parent in list(layer.modules()) for name in list(parent._modules)]
         mixers = [mixer for parent, name in places if (mixer := _wrap(parent, name, layer_idx)) is not None]
         if mixers:
@@ -108,7 +114,8 @@ class _ContextFor:
         self.config = config
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        context = options.get("lockstep_context")
+        carried = getattr(options.get("attention_mask"), "lockstep_context", None)
+        context = options.get("lockstep_context", carried)
         if context is None and self.config._attn_implementation == ATTENTION_NAME:
             raise RuntimeError(
                 f"{type(layer).__name__} got no attention context: its state would run from one packed row into the next. The "
