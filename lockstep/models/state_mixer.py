@@ -6,6 +6,7 @@
 context, which lays out the tokens (`models/state_rows.py`). What differs between mixers is a record, `MixerForm`.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -93,7 +94,14 @@ def install_state_mixers(model: nn.Module) -> bool:
         if mixers:
             layer.register_forward_pre_hook(_ContextFor(mixers, decoder.config), with_kwargs=True)
             found = True
+    if found and not torch.cuda.is_available():
+        logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_fallback)
     return found
+
+
+def _is_no_fallback(record: logging.LogRecord) -> bool:
+    """Drop the notices of missing kernels, one per function: there are none for a CPU."""
+    return "is falling back to its reference" not in record.getMessage()
 
 
 def _wrap(parent: nn.Module, name: str, layer_idx: int) -> "StateMixer | None":
