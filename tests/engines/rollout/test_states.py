@@ -67,6 +67,7 @@ def assert_all_free(engine: EmbeddedEngine) -> None:
         "falcon_h1",  # attention and a state in one layer
         pytest.param("nemotron_h", marks=pytest.mark.slow),  # layers with neither
         pytest.param("mamba2", marks=pytest.mark.slow),  # no attention
+        pytest.param("mamba", marks=pytest.mark.slow),  # and its layers get no keyword arguments
         pytest.param("jamba", marks=pytest.mark.slow),  # Mamba 1: no chunks from a state on
     ],
 )
@@ -81,7 +82,7 @@ def test_decoding_equals_transformers(model_type: str) -> None:
     assert [c.token_ids for c in completions[:4]] == [transformers_greedy(model, r) for r in requests[:4]]
     assert_same(embedded(model, max_num_batched_tokens=9, num_blocks=20).generate(requests), completions)
     assert_all_free(engine)
-    assert engine.scheduler.chunked == (model_type != "jamba")
+    assert engine.scheduler.chunked == (model_type not in ("jamba", "mamba"))
 
 
 @pytest.mark.parametrize(

@@ -206,15 +206,18 @@ class ModelRunner:
         """(1, T) tokens -> (T, E) hidden states."""
         if self._mask is None or self._mask.device != self.device:
             self._mask = no_mask(self.device)
+        mask: Any = self._mask
+        mask.lockstep_context = context
         if self._routing is not None:
             self._routing.begin()
         output = self.model.get_decoder()(
             input_ids=token_ids,
             position_ids=position_ids,
-            attention_mask=self._mask,
+            attention_mask=mask,
             use_cache=False,
             lockstep_context=context,
         )
+        mask.lockstep_context = None
         if self._routing is not None:
             self.routes = self._routing.end().routes().to(self._routing.dtype)
         hidden: Tensor = output.last_hidden_state[0]
