@@ -160,10 +160,11 @@ class StateMixer(nn.Module):
         self.context: AttentionContext | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        if self.context is None:
+        context, self.context = self.context, None  # the module must not keep what the context refers to
+        if context is None:
             return self.reference(hidden_states, *args, **options)
         if self.form.returns != "tuple":
-            out = self.context.mix(self, self._rows, hidden_states)
+            out = context.mix(self, self._rows, hidden_states)
             return out if self.form.returns == "tensor" else (out, None)
         shapes: list[torch.Size] = []
 
@@ -172,7 +173,7 @@ class StateMixer(nn.Module):
             shapes[:] = [result.shape[2:] for result in results]
             return torch.cat([result.flatten(2) for result in results], -1)
 
-        out = self.context.mix(self, joined, hidden_states)
+        out = context.mix(self, joined, hidden_states)
         parts = out.split([shape.numel() for shape in shapes], -1)
         return tuple(part.unflatten(-1, shape) for part, shape in zip(parts, shapes))
 
