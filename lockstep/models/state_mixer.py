@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from lockstep.models.attention import AttentionContext
 from lockstep.models.state_rows import RowStates
 
-MIXERS: dict[str, str] = {
-    "Qwen3NextGatedDeltaNet": "cache_params",
-    "Qwen3_5GatedDeltaNet": "cache_params",
-    "Qwen3_5MoeGatedDeltaNet": "cache_params",
-}
+MIXERS: dict[str, str] = {}
 """Name of a mixer class in `transformers.models` -> the keyword argument of its forward that takes the cache."""
 
 
