@@ -60,7 +60,10 @@ class AttentionContext(Protocol):
         """query (1, H, T, D), key and value (1, HK, T, D) of one layer (`layer.layer_idx`) -> output (1, T, H, D)."""
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
-        """x (1, T, C) of one layer with a state (`layer.layer_idx`) -> output of `core` (1, T, C')."""
+        """x (1, T, C) of one layer with a state (`layer.layer_idx`) -> output of `core` (1, T, C').
+
+        layer.continues: False if `core` computes only whole rows at a time, and single tokens from a state on.
+        """
 
 
 def lockstep_attention(
@@ -87,13 +90,27 @@ def lockstep_attention(
     return lockstep_context.attend(module, query, key, value, options), None
 
 
+def require_context(layer: nn.Module, context: AttentionContext | None, config: Any) -> None:
+    """RuntimeError if a layer with a state got no context though the model is to compute with one."""
+    if context is None and config._attn_implementation == ATTENTION_NAME:
+        raise RuntimeError(
+            f"{type(layer).__name__} got no attention context: its state would run from one packed row into the next. The model "
+            "does not hand keyword arguments down to its layers, or was called outside the engines."
+        )
+
+
 AttentionInterface.register(ATTENTION_NAME, lockstep_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
-def no_mask(device: torch.device) -> Tensor:
-    """A placeholder that transformers passes through: it builds no mask if it is given one of four dimensions."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+def no_mask(device: torch.device, context: AttentionContext | None = None) -> Tensor:
+    """A placeholder that transformers passes through: it builds no mask if it is given one of four dimensions.
+
+    context: carried along, for a model that hands its layers the mask but no keyword arguments (Mamba).
+    """
+    mask: Any = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    mask.lockstep_context = context
+    return mask  # type: ignore[no-any-return]
 
 
 def _refuse_unserved(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
@@ -146,11 +163,16 @@ class PackedAttention:
         return attend(q, k, v, options)[None]
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
-        return self._state_rows.run(core, x)
+        rows = self._state_rows if getattr(layer, "continues", True) else self._whole_rows
+        return rows.run(core, x)
 
     @cached_property
     def _state_rows(self) -> PackedRows:
         return PackedRows(self.lengths, self._device, self.prefixes)
+
+    @cached_property
+    def _whole_rows(self) -> PackedRows:
+        return PackedRows(self.lengths, self._device, self.prefixes, continues=False)
 
     @cached_property
     def max_key_length(self) -> int:

@@ -12,6 +12,7 @@ and recurrent (N, HV, DK, DV) in float32.
 """
 
 import sys
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,9 +28,16 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
 
 
 def gated_delta(mixer: Any, x: Tensor) -> "GatedDelta":
-    """The core of a transformers mixer; x: its input, which decides which kernels serve it."""
-    has_kernels = x.is_cuda and x.dtype in HALF and find_spec("fla") is not None
-    return PackedGatedDelta(mixer) if has_kernels else GatedDelta(mixer)
+    """The core of a transformers mixer. x: its input; the kernel without padding serves half precision on CUDA."""
+    if x.is_cuda and x.dtype in HALF and has_linear_attention_kernels():
+        return PackedGatedDelta(mixer)
+    return GatedDelta(mixer)
+
+
+@cache
+def has_linear_attention_kernels() -> bool:
+    """Whether flash-linear-attention is installed."""
+    return find_spec("fla") is not None
 
 
 class GatedDelta:

@@ -82,12 +82,19 @@ ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 """Entries of `config.layer_types` that our attention function serves."""
 
 
+_LINEAR = frozenset({"linear_attention"})
+_HYBRID = frozenset({"hybrid"})
 STATE_MODELS: dict[str, frozenset[str]] = {
-    "qwen3_next": frozenset({"linear_attention"}),
-    "qwen3_5_text": frozenset({"linear_attention"}),
-    "qwen3_5_moe_text": frozenset({"linear_attention"}),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid"), _LINEAR),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "jamba", "minimax", "recurrent_gemma"), _LINEAR),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _LINEAR),
+    "nemotron_h": _LINEAR | {"mlp", "moe"},
+    "falcon_h1": _HYBRID,
+    **dict.fromkeys(("zamba", "zamba2"), _LINEAR | _HYBRID),
+    "zaya": _HYBRID | {"hybrid_sliding"},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), frozenset({"conv"})),
 }
-"""Model types whose layers with a state compute on packed tokens -> the entries of `config.layer_types` that these are."""
+"""Model types whose layers with a state compute on packed tokens -> entries of `config.layer_types` beside `ATTENTION_LAYERS`."""
 
 
 def install_decoder_layers(model: nn.Module) -> bool:
@@ -97,7 +104,8 @@ def install_decoder_layers(model: nn.Module) -> bool:
         return False
     if any(isinstance(layer, StreamLayer) for layer in decoder.layers):
         return True
-    layers = [layer for layer in map(_our_layer, decoder.layers) if layer is not None]
+    found = [_our_layer(layer, decoder.config) for layer in decoder.layers]
+    layers = [layer for layer in found if layer is not None]
     if len(layers) < len(decoder.layers):
         install_state_mixers(model)
         return False
@@ -106,7 +114,7 @@ def install_decoder_layers(model: nn.Module) -> bool:
     return True
 
 
-def _our_layer(layer: nn.Module) -> StreamLayer | None:
+def _our_layer(layer: nn.Module, config: Any) -> StreamLayer | None:
     """The layer of ours that computes with the children of a transformers layer, if it is known."""
     form = KNOWN_LAYERS.get(type(layer).__name__)
     if form is None or not type(layer).__module__.startswith("transformers.models."):
@@ -115,7 +123,7 @@ def _our_layer(layer: nn.Module) -> StreamLayer | None:
     if mixer is None:
         return DecoderLayer(layer, form)
     state_form = KNOWN_MIXERS.get(type(mixer).__name__)
-    return None if state_form is None else StateLayer(layer, state_form)
+    return None if state_form is None else StateLayer(layer, state_form, config)
 
 
 def why_own_forward(hf_config: PretrainedConfig) -> str | None:
@@ -136,6 +144,11 @@ def why_own_forward(hf_config: PretrainedConfig) -> str | None:
     if not cls._supports_attention_backend and states is None:
         return "it does not attend through transformers' AttentionInterface"
     return None
+
+
+def has_states(hf_config: PretrainedConfig) -> bool:
+    """Whether the model has layers with a state (recurrence, convolution), which run on packed tokens."""
+    return hf_config.get_text_config().model_type in STATE_MODELS
 
 
 def attention_implementation(hf_config: PretrainedConfig) -> str:

@@ -58,7 +58,7 @@ def vocabulary_head(model: PreTrainedModel) -> VocabularyHead:
         model.get_output_embeddings(),
         factor=getattr(config, "logit_scale", None),
         divisor=getattr(config, "logits_scaling", None),
-        cap=getattr(config, "final_logit_softcapping", None),
+        cap=getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None),
     )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.ops import NormKind, add_linear, joint_linear
-from lockstep.models.attention import AttentionContext
+from lockstep.models.attention import AttentionContext, require_context
 from lockstep.models.gated_delta import gated_delta
 from lockstep.models.stream_layer import StreamLayer
 
@@ -39,19 +39,21 @@ class StateForm:
 
 
 class StateLayer(StreamLayer):
-    """layer: the transformers layer that this one replaces."""
+    """layer: the transformers layer that this one replaces. config: of the model."""
 
     linear_attn: Any
 
-    def __init__(self, layer: Any, form: StateForm) -> None:
+    def __init__(self, layer: Any, form: StateForm, config: Any) -> None:
         mixer = layer.linear_attn
         super().__init__(layer, mixer.hidden_size, form.norm, mixer.activation)
         self.form = form
+        self.config = config
         self.layer_idx: int = mixer.layer_idx
 
     def forward(
         self, hidden_states: Tensor, lockstep_context: AttentionContext | None = None, **options: Any
     ) -> Tensor:
+        require_context(self.reference, lockstep_context, self.config)
         if lockstep_context is None:  # transformers' own forward, see `reference_layers`
             out: Tensor = self.reference(hidden_states, **options)
             return out

@@ -1,41 +1,105 @@
-"""Mixers of transformers' hybrid models (Gated DeltaNet, Mamba, short convolutions, …) on packed tokens.
+"""Mixers of transformers' hybrid models (Mamba, short convolutions, …) on packed tokens.
 
     decoder layer of transformers ─► StateMixer ─► context.mix ─► the mixer's own forward on rows with their states
 
 `StateMixer` takes the place of a mixer in its layer and has the same children and parameters. The layer hands it the attention
-context, which lays out the tokens (`models/state_rows.py`).
+context, which lays out the tokens (`models/state_rows.py`). What differs between mixers is a record, `MixerForm`.
+Mixers for which `models/state_layer.py` has a layer are not wrapped.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from lockstep.models.attention import AttentionContext
+from lockstep.models.attention import AttentionContext, require_context
 from lockstep.models.state_rows import RowStates
 
-MIXERS: dict[str, str] = {}
-"""Name of a mixer class in `transformers.models` -> the keyword argument of its forward that takes the cache."""
+
+@dataclass(frozen=True)
+class MixerForm:
+    """How a mixer's forward is called.
+
+    cache:     keyword argument that takes the states; None if the mixer has none, so that it computes whole rows only.
+    continues: whether it can compute several tokens at a time from a state on. Otherwise a row begins with its whole prompt.
+    positions: keyword argument that takes the position of each token in its row; None for none.
+    arguments: further keyword arguments.
+    returns:   its result: a tensor, a tuple of which only the first counts, or a tuple of (N, L, …) tensors.
+    """
+
+    cache: str | None = "cache_params"
+    continues: bool = True
+    positions: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    returns: Literal["tensor", "first", "tuple"] = "tensor"
+
+
+MIXERS: dict[str, MixerForm] = {
+    # Relatives of Gated DeltaNet
+    "OlmoHybridGatedDeltaNet": MixerForm(),
+    "KimiLinearDeltaAttention": MixerForm(),
+    # Mamba 2
+    "Mamba2Mixer": MixerForm(),
+    "BambaMixer": MixerForm(),
+    "FalconH1Mixer": MixerForm(),
+    "GraniteMoeHybridMambaLayer": MixerForm(),
+    "NemotronHMamba2Mixer": MixerForm(),
+    "Zamba2MambaMixer": MixerForm(),
+    # Mamba 1: its scan takes no initial state
+    "MambaMixer": MixerForm(continues=False),
+    "FalconMambaMixer": MixerForm(continues=False),
+    "JambaMambaMixer": MixerForm(continues=False),
+    "ZambaMambaMixer": MixerForm(continues=False),
+    # Lightning attention: from a state on it computes one token at a time
+    "MiniMaxLightningAttention": MixerForm(
+        "past_key_values",
+        continues=False,
+        arguments={"position_embeddings": None, "attention_mask": None},
+        returns="first",
+    ),
+    # Convolutions alone
+    "Lfm2ShortConv": MixerForm("past_key_values"),
+    "Lfm2MoeShortConv": MixerForm("past_key_values"),
+    "ZayaCCAProjection": MixerForm("past_key_values", returns="tuple"),
+    # Keeps its state in the module
+    "RecurrentGemmaRecurrentBlock": MixerForm(
+        None,
+        continues=False,
+        positions="position_ids",
+        arguments={"attention_mask": None, "use_cache": False},
+        returns="first",
+    ),
+}
+"""Name of a mixer class in `transformers.models` -> its form."""
 
 
 def install_state_mixers(model: nn.Module) -> bool:
     """Wrap the mixers of a transformers model; whether it has any."""
     decoder: Any = model if hasattr(model, "layers") else model.get_decoder()  # type: ignore[operator]
     found = False
-    for layer in decoder.layers:
-        mixers = [_wrap(parent, name) for parent in list(layer.modules()) for name in list(parent._modules)]
-        own = [mixer for mixer in mixers if mixer is not None]
-        if own:
-            layer.register_forward_pre_hook(_ContextFor(own), with_kwargs=True)
+    for layer_idx, layer in enumerate(decoder.layers):
+        for module in layer.modules():
+            if getattr(module, "layer_idx", layer_idx) in (
+                None,
+                -1,
+            ):  # attention that layers share by tied weights alone
+                module.layer_idx = layer_idx
+        places = [(parent, name) for parent in list(layer.modules()) for name in list(parent._modules)]
+        mixers = [mixer for parent, name in places if (mixer := _wrap(parent, name, layer_idx)) is not None]
+        if mixers:
+            layer.register_forward_pre_hook(_ContextFor(mixers, decoder.config), with_kwargs=True)
             found = True
     return found
 
 
-def _wrap(parent: nn.Module, name: str) -> "StateMixer | None":
+def _wrap(parent: nn.Module, name: str, layer_idx: int) -> "StateMixer | None":
     child = parent._modules[name]
-    argument = MIXERS.get(type(child).__name__)
-    if argument is None or not type(child).__module__.startswith("transformers.models."):
+    form = MIXERS.get(type(child).__name__)
+    if form is None or not type(child).__module__.startswith("transformers.models."):
         return None
-    mixer = StateMixer(child, argument)
+    mixer = StateMixer(child, form, layer_idx)
     setattr(parent, name, mixer)
     return mixer
 
@@ -43,12 +107,16 @@ def _wrap(parent: nn.Module, name: str) -> "StateMixer | None":
 class _ContextFor:
     """Hook of a decoder layer: hands its mixers the context of the call, also when checkpointing computes it again."""
 
-    def __init__(self, mixers: "list[StateMixer]") -> None:
+    def __init__(self, mixers: "list[StateMixer]", config: Any) -> None:
         self.mixers = mixers
+        self.config = config
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        carried = getattr(options.get("attention_mask"), "lockstep_context", None)
+        context = options.get("lockstep_context", carried)
+        require_context(layer, context, self.config)
         for mixer in self.mixers:
-            mixer.context = options.get("lockstep_context")
+            mixer.context = context
 
 
 class StateMixer(nn.Module):
@@ -59,19 +127,44 @@ class StateMixer(nn.Module):
 
     reference: Any
 
-    def __init__(self, mixer: Any, cache_argument: str) -> None:
+    def __init__(self, mixer: Any, form: MixerForm, layer_idx: int) -> None:
         super().__init__()
         self._modules, self._parameters, self._buffers = mixer._modules, mixer._parameters, mixer._buffers
         self.__dict__["reference"] = mixer  # not a child
-        self.layer_idx: int = mixer.layer_idx
-        self.cache_argument = cache_argument
+        self.layer_idx = layer_idx
+        self.form = form
+        self.continues = form.continues
         self.context: AttentionContext | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        if self.context is None:
+        context, self.context = self.context, None  # the module must not keep what the context refers to
+        if context is None:
             return self.reference(hidden_states, *args, **options)
-        return self.context.mix(self, self._rows, hidden_states)
+        if self.form.returns != "tuple":
+            out = context.mix(self, self._rows, hidden_states)
+            return out if self.form.returns == "tensor" else (out, None)
+        shapes: list[torch.Size] = []
+
+        def joined(rows: Tensor, states: RowStates) -> Tensor:
+            results = self._call(rows, states)
+            shapes[:] = [result.shape[2:] for result in results]
+            return torch.cat([result.flatten(2) for result in results], -1)
+
+        out = context.mix(self, joined, hidden_states)
+        parts = out.split([shape.numel() for shape in shapes], -1)
+        return tuple(part.unflatten(-1, shape) for part, shape in zip(parts, shapes))
 
     def _rows(self, rows: Tensor, states: RowStates) -> Tensor:
-        out: Tensor = self.reference(rows, **{self.cache_argument: states})
-        return out
+        """The mixer as a `StateCore`."""
+        if states.tensors and not self.continues and rows.shape[1] > 1:
+            return torch.cat([self._rows(token, states) for token in rows.split(1, 1)], 1)
+        out = self._call(rows, states)
+        return out[0] if self.form.returns == "first" else out  # type: ignore[no-any-return]
+
+    def _call(self, rows: Tensor, states: RowStates) -> Any:
+        options = dict(self.form.arguments)
+        if self.form.cache is not None:
+            options[self.form.cache] = states
+        if self.form.positions is not None:
+            options[self.form.positions] = torch.arange(rows.shape[1], device=rows.device).expand(rows.shape[:2])
+        return self.reference(rows, **options)

@@ -76,6 +76,12 @@ class RowStates:
         self.tensors["recurrent", state_idx] = recurrent_states
         return recurrent_states
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.tensors.get(("recurrent", 0))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache)
+
     def select(self, rows: Tensor) -> "RowStates":
         return RowStates({name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()})
 
@@ -118,24 +124,38 @@ class PackedCore(Protocol):
 
 @dataclass(frozen=True)
 class _Group:
-    """index: (N, L) tokens; padding repeats a row's last. count: (N,) tokens of each row. source: (N,) rows among those whose
-    state is kept, with which these begin. keeps: whether the state is kept, for which rows are not padded."""
+    """Rows that are computed together.
+
+    index:  (N, L) tokens; padding repeats a row's last.
+    own:    (N, L) whose output is that token's: False at padding and at a prompt that another row owns.
+    source: (N,) rows among those whose state is kept, with which these begin; None if they begin without tokens before them.
+    keeps:  whether the state is kept, for which rows are not padded.
+    """
 
     index: np.ndarray
-    count: np.ndarray
-    source: np.ndarray | None
-    keeps: bool
+    own: np.ndarray
+    source: np.ndarray | None = None
+    keeps: bool = False
 
 
 class PackedRows:
-    """lengths, prefixes: as in `PackedAttention`."""
+    """lengths, prefixes: as in `PackedAttention`.
+
+    continues: whether a row that shares a prompt begins with the state at its end. Otherwise it begins with the prompt's tokens.
+    """
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device, prefixes: Sequence[tuple[int, int]] | None = None
+        self,
+        lengths: Sequence[int],
+        device: torch.device,
+        prefixes: Sequence[tuple[int, int]] | None = None,
+        *,
+        continues: bool = True,
     ) -> None:
         self._lengths = lengths
         self._prefixes = prefixes or [(0, 0)] * len(lengths)
         self._device = device
+        self._continues = continues
 
     def run(self, core: StateCore, x: Tensor) -> Tensor:
         """(1, T, C) packed tokens -> (1, T, C')."""
@@ -166,13 +186,14 @@ class PackedRows:
         """Of the shared prompts, and of everything else: (T',) tokens in order, (N + 1,) bounds of rows, and (N,) rows among those
         whose state is kept, the number of these for a row that begins without a state."""
         parts = []
-        num_kept = sum(len(group.count) for group in self.groups if group.keeps)
+        num_kept = sum(len(group.index) for group in self.groups if group.keeps)
         for keeps in (True, False):
             groups = [group for group in self.groups if group.keeps is keeps]
             if not groups:
                 continue
-            first, count = (np.concatenate(columns) for columns in zip(*((g.index[:, 0], g.count) for g in groups)))
-            source = [np.full(len(g.count), num_kept) if g.source is None else g.source for g in groups]
+            first = np.concatenate([group.index[:, 0] for group in groups])
+            count = np.concatenate([group.own.sum(1) for group in groups])
+            source = [np.full(len(g.index), num_kept) if g.source is None else g.source for g in groups]
             # prompts stay in the order of their states
             order = np.arange(len(first)) if keeps else first.argsort()
             tokens = np.concatenate([np.arange(first[row], first[row] + count[row]) for row in order])
@@ -182,15 +203,19 @@ class PackedRows:
 
     @cached_property
     def groups(self) -> list[_Group]:
-        """First the prompts that are shared, by length; then everything else."""
         starts = [0, *accumulate(self._lengths)][:-1]
+        return self._after_prompts(starts) if self._continues else self._with_prompts(starts)
+
+    def _after_prompts(self, starts: Sequence[int]) -> list[_Group]:
+        """First the prompts that are shared, by length; then everything else."""
         shared = sorted({prefix for prefix in self._prefixes if prefix[1]}, key=lambda prefix: prefix[1])
         place = {prefix: number for number, prefix in enumerate(shared)}
         owned = dict(shared)  # first token of an owner -> tokens of the prompt that others share
         groups = []
         for length in sorted({count for _, count in shared}):
             first = np.array([start for start, count in shared if count == length])
-            groups.append(_group(first, np.full(len(first), length), None, keeps=True))
+            index = first[:, None] + np.arange(length)
+            groups.append(_Group(index, np.ones_like(index, dtype=bool), keeps=True))
         alone, after = [], []
         for start, length, prefix in zip(starts, self._lengths, self._prefixes):
             if start in owned:
@@ -203,7 +228,22 @@ class PackedRows:
                 continue
             first, count, source = np.array(rows).T
             for which in length_buckets(count):
-                groups.append(_group(first[which], count[which], source[which] if follows else None, keeps=False))
+                # one token after a state is a decode step to transformers' mixers, which write it in place: no gradient
+                token = np.arange(max(2 if follows else 1, count[which].max()))
+                index = first[which, None] + np.minimum(token, count[which, None] - 1)
+                groups.append(_Group(index, token < count[which, None], source[which] if follows else None))
+        return groups
+
+    def _with_prompts(self, starts: Sequence[int]) -> list[_Group]:
+        groups = []
+        first, count, prefix, before = np.array(
+            [(start, n, *prefix) for start, n, prefix in zip(starts, self._lengths, self._prefixes) if n]
+        ).T[..., None]
+        for which in length_buckets((count + before)[:, 0]):
+            token = np.arange((count + before)[which].max())
+            own = first[which] + np.minimum(token - before[which], count[which] - 1)
+            index = np.where(token < before[which], prefix[which] + token, own)
+            groups.append(_Group(index, (token >= before[which]) & (token < (before + count)[which])))
         return groups
 
     @cached_property
@@ -217,21 +257,13 @@ class PackedRows:
     def _token_index(self) -> Tensor:
         """(T,) where the output of each token is among those of all groups."""
         index = np.concatenate([group.index.ravel() for group in self.groups])
-        valid = [np.arange(group.index.shape[1]) < group.count[:, None] for group in self.groups]
-        places = np.flatnonzero(np.concatenate([mask.ravel() for mask in valid]))
+        places = np.flatnonzero(np.concatenate([group.own.ravel() for group in self.groups]))
         found = np.empty(sum(self._lengths), dtype=np.int64)
         found[index[places]] = places
         return self._put(found)
 
     def _put(self, array: np.ndarray) -> Tensor:
         return to_device(torch.from_numpy(array), self._device)
-
-
-def _group(first: np.ndarray, count: np.ndarray, source: np.ndarray | None, *, keeps: bool) -> _Group:
-    # one token after a state is a decode step to transformers' mixers, which write it in place: that has no gradient
-    length = count.max() if source is None else max(2, count.max())
-    index = first[:, None] + np.minimum(np.arange(length), count[:, None] - 1)
-    return _Group(index, count, source, keeps)
 
 
 def length_buckets(num_keys: np.ndarray) -> Iterator[np.ndarray]:

@@ -134,7 +134,7 @@ def _hidden_states(body: nn.Module, rows: ForwardRows) -> Tensor:
     out = body(
         input_ids=rows.input_ids,
         position_ids=rows.position_ids,
-        attention_mask=no_mask(rows.input_ids.device),
+        attention_mask=no_mask(rows.input_ids.device, rows.context),
         use_cache=False,
         lockstep_context=rows.context,
     )

@@ -28,6 +28,7 @@ from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.engines.train.token_module import open_token_model
 from lockstep.engines.train.train_engine import PARTS, EngineModel
 from lockstep.models.four_bit import dequantized, is_4bit
+from lockstep.models.known_models import has_states
 from lockstep.models.loading import resolve_dtype
 from lockstep.models.lora import (
     adapters_off,
@@ -332,6 +333,11 @@ class FsdpEngine(TokenEngine):
         if self.layout != "packed":
             raise ValueError(
                 f"ulysses_sequence_parallel_size={size} shares packed sequences among ranks: set model.use_remove_padding=true"
+            )
+        if has_states(model.hf_config):
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={size}: {model.hf_config.model_type} has layers with a state, which runs through "
+                "a sequence from its first token on, so that ranks cannot share one; set it to 1"
             )
         check_heads(model.hf_config.get_text_config().num_attention_heads, size)
         mesh = get_mesh(self.device, {"dp": self.world_size // size, "sp": size})

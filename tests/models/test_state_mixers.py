@@ -1,0 +1,180 @@
+"""Recurrent and hybrid models on packed tokens: the log-probs and gradients of transformers, one row at a time."""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from lockstep.config.model import HFModelConfig
+from lockstep.engines.train.train_engine import MicroBatching
+from lockstep.models.attention import no_mask
+from lockstep.models.known_models import KNOWN_MIXERS, STATE_MODELS
+from lockstep.models.loading import load_causal_lm
+from lockstep.models.packing import Layout, forward_rows
+from lockstep.models.state_layer import StateLayer
+from lockstep.models.state_mixer import MIXERS, StateMixer
+from lockstep.models.state_rows import PackedRows, RowStates, _Group
+from lockstep.models.token_models import PolicyModel
+from tests.engines.train import cases
+from tests.engines.train.cases import Case, Reference
+from tests.engines.train.ranks import Ranks
+from tests.models.architectures import VOCAB, save_tiny_model, train_engine
+
+pytestmark = pytest.mark.first
+
+CPU = torch.device("cpu")
+FAMILIES = (
+    *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "nemotron_h", "falcon_h1"),
+    *("granitemoehybrid", "bamba", "jamba", "lfm2", "lfm2_moe", "minimax", "olmo_hybrid"),
+    *("mamba", "mamba2", "falcon_mamba", "zamba", "zamba2", "recurrent_gemma", "zaya"),
+)
+QUICK = ("qwen3_next", "nemotron_h", "jamba", "lfm2", "zaya")
+"""One of each kind, in `make test`; the others are slow."""
+LENGTHS = ((5, 1), (5, 7), (5, 40), (1, 4), (1, 1), (9, 12), (3, 1))
+"""Prompt and response of each row; the first three have one prompt, and the fourth and fifth."""
+PROMPT, RESPONSE = (max(sizes) for sizes in zip(*LENGTHS))
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(t, marks=[] if t in QUICK else pytest.mark.slow) for t in FAMILIES]
+)
+def test_packed_rows_equal_transformers(model_type: str, tmp_path: Path) -> None:
+    """Packed and padded, all rows at once and in two parts, with and without gradient checkpointing."""
+    reference = save_tiny_model(model_type, tmp_path)
+    batch = make_batch()
+    expected = transformers_log_probs(reference, batch)
+    weighted(expected, batch).backward()
+    theirs = gradients_of(reference)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
+    assert any(isinstance(module, StateMixer | StateLayer) for module in model.modules())
+    policy = PolicyModel(model)
+    layouts: list[Layout] = ["packed", "padded"]
+    for layout, num_rows, checkpointing in [*((name, len(batch), False) for name in layouts), ("packed", 4, True)]:
+        model.zero_grad()
+        model.train(checkpointing)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        parts = [policy(forward_rows(part, CPU, layout))["log_probs"] for part in batch.split(num_rows)]
+        log_probs = torch.cat(parts)  # all forwards before the first backward: each recomputes with its own context
+        torch.testing.assert_close(log_probs, expected, atol=1e-5, rtol=1e-5)
+        weighted(log_probs, batch).backward()
+        ours = gradients_of(model)
+        assert ours.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            error = float((ours[name] - gradient).abs().max() / (gradient.abs().max() + 1e-6))
+            assert error < 5e-5, f"{layout}: gradient of {name} is off by {error:.2g} of its largest element"
+
+
+def test_every_mixer_is_of_a_family() -> None:
+    assert set(STATE_MODELS) == {name for name in FAMILIES if name != "qwen3_5"}
+    assert len(MIXERS) + len(KNOWN_MIXERS) == len(STATE_MODELS)
+
+
+def test_a_mixer_that_restarts_takes_one_token_at_a_time_after_a_state(tmp_path: Path) -> None:
+    """As `StateCore` of an engine that decodes: Mamba 1 has no scan from a state on."""
+    save_tiny_model("jamba", tmp_path)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
+    mixer = next(module for module in model.modules() if isinstance(module, StateMixer))
+    rows, states = torch.randn(2, 9, 32), RowStates()
+    with torch.no_grad():
+        parts = [mixer._rows(part, states) for part in rows.split([4, 3, 1, 1], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), mixer._rows(rows, RowStates()), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "jamba"])
+def test_a_leak_between_rows_is_refused(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of an engine that loads a model finds rows that are not cut."""
+    save_tiny_model(model_type, tmp_path)
+
+    def whole_pack(self: Any) -> list[_Group]:
+        index = np.arange(sum(self._lengths))[None]
+        return [_Group(index, np.ones_like(index, dtype=bool))]
+
+    leaking = cached_property(whole_pack)
+    leaking.__set_name__(PackedRows, "groups")
+    monkeypatch.setattr(PackedRows, "groups", leaking)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
+    with pytest.raises(ValueError, match="differently from transformers"):
+        train_engine(model, packed=True)
+
+
+def test_a_layer_without_context_is_an_error(tmp_path: Path) -> None:
+    save_tiny_model("qwen3_5_text", tmp_path)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
+    ids = torch.randint(VOCAB, (1, 6))
+    with pytest.raises(RuntimeError, match="got no attention context: its state would run"):
+        model(input_ids=ids, position_ids=torch.arange(6)[None], attention_mask=no_mask(CPU), use_cache=False)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
+def test_two_ranks_train_as_transformers(ranks: Ranks, tmp_path: Path) -> None:
+    """FSDP2 with checkpointing; then adapters, also on the projections of the mixers. Ulysses is refused."""
+    folder = tmp_path / "model"
+    save_tiny_model("qwen3_5_text", folder, vocab_size=259)
+    for lora in (0, 4):
+        case = Case(world=2, micro=MicroBatching(max_tokens=24), checkpointing=True, lora=lora)
+        expected = Reference(folder, "policy", case.num_real, "", lora).run(2)
+        assert not lora or any("linear_attn" in name for name in expected["weights"])
+        for result in ranks.run(2, cases.train, folder, case, 2):
+            for name, values in expected["outputs"].items():
+                np.testing.assert_allclose(result["outputs"][name][: case.num_real], values, atol=2e-5, rtol=1e-5)
+            np.testing.assert_allclose(result["steps"], expected["steps"], atol=1e-4, rtol=1e-4)
+            assert result["weights"].keys() == expected["weights"].keys()
+            for name, weight in expected["weights"].items():
+                # AdamW steps by lr * gradient / |gradient|: a gradient of rounding errors alone goes anywhere
+                num_off = np.sum(np.abs(result["weights"][name] - weight) > 1e-5)
+                assert num_off <= max(1, 0.01 * weight.size), name
+    for message in ranks.run(2, cases.refusal, folder, Case(world=2, sp=2)):
+        assert message.startswith("ulysses_sequence_parallel_size=2: qwen3_5_text has layers with a state")
+
+
+def make_batch() -> TensorDict:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB, (len(LENGTHS), PROMPT + RESPONSE), generator=generator)
+    prompt, response = torch.tensor(LENGTHS).T[..., None]
+    ids[1:3, :PROMPT] = ids[0, :PROMPT]
+    ids[4, :PROMPT] = ids[3, :PROMPT]
+    prompt_mask = torch.arange(PROMPT) >= PROMPT - prompt
+    response_mask = (torch.arange(RESPONSE) < response).long()
+    mask = torch.cat((prompt_mask.long(), response_mask), 1)
+    return TensorDict(
+        {
+            "input_ids": ids * mask,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
+            "responses": ids[:, PROMPT:],
+            "response_mask": response_mask,
+            "advantages": torch.randn(len(LENGTHS), RESPONSE, generator=generator),
+        },
+        batch_size=[len(LENGTHS)],
+    )
+
+
+def transformers_log_probs(model: Any, batch: TensorDict) -> Tensor:
+    rows = []
+    for row, (_, length) in zip(batch, LENGTHS):
+        ids = row["input_ids"][row["attention_mask"].bool()]
+        log_probs = model(input_ids=ids[None], use_cache=False).logits[0, -length - 1 : -1].log_softmax(-1)
+        chosen = log_probs.gather(1, ids[-length:, None])[:, 0]
+        rows.append(torch.cat((chosen, chosen.new_zeros(RESPONSE - length))))
+    return torch.stack(rows)
+
+
+def weighted(log_probs: Tensor, batch: TensorDict) -> Tensor:
+    return (log_probs * batch["advantages"] * batch["response_mask"]).sum()
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
