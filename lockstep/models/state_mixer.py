@@ -1,9 +1,10 @@
-"""Mixers of transformers' hybrid models (Gated DeltaNet, Mamba, short convolutions, …) on packed tokens.
+"""Mixers of transformers' hybrid models (Mamba, short convolutions, …) on packed tokens.
 
     decoder layer of transformers ─► StateMixer ─► context.mix ─► the mixer's own forward on rows with their states
 
 `StateMixer` takes the place of a mixer in its layer and has the same children and parameters. The layer hands it the attention
 context, which lays out the tokens (`models/state_rows.py`). What differs between mixers is a record, `MixerForm`.
+Mixers for which `models/state_layer.py` has a layer are not wrapped.
 """
 
 import logging
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.attention import ATTENTION_NAME, AttentionContext
+from lockstep.models.attention import AttentionContext, require_context
 from lockstep.models.state_rows import RowStates
 
 
@@ -37,10 +38,7 @@ class MixerForm:
 
 
 MIXERS: dict[str, MixerForm] = {
-    # Gated DeltaNet and its relatives
-    "Qwen3NextGatedDeltaNet": MixerForm(),
-    "Qwen3_5GatedDeltaNet": MixerForm(),
-    "Qwen3_5MoeGatedDeltaNet": MixerForm(),
+    # Relatives of Gated DeltaNet
     "OlmoHybridGatedDeltaNet": MixerForm(),
     "KimiLinearDeltaAttention": MixerForm(),
     # Mamba 2
@@ -133,11 +131,7 @@ class _ContextFor:
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         carried = getattr(options.get("attention_mask"), "lockstep_context", None)
         context = options.get("lockstep_context", carried)
-        if context is None and self.config._attn_implementation == ATTENTION_NAME:
-            raise RuntimeError(
-                f"{type(layer).__name__} got no attention context: its state would run from one packed row into the next. The "
-                "model does not hand keyword arguments down to its layers, or was called outside the engines."
-            )
+        require_context(layer, context, self.config)
         for mixer in self.mixers:
             mixer.context = context
 

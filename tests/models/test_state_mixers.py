@@ -16,10 +16,11 @@ from lockstep.config.model import HFModelConfig
 from lockstep.engines.train.checkpointing import LayerCheckpointing
 from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.models.attention import no_mask
-from lockstep.models.known_models import STATE_MODELS
+from lockstep.models.known_models import KNOWN_MIXERS, STATE_MODELS
 from lockstep.models.loading import load_causal_lm
 from lockstep.models.lora import adapter_layers, install_adapters
 from lockstep.models.packing import Layout, forward_rows
+from lockstep.models.state_layer import StateLayer
 from lockstep.models.state_mixer import MIXERS, StateMixer
 from lockstep.models.state_rows import PackedRows, RowStates, _Group
 from lockstep.models.token_models import PolicyModel
@@ -54,7 +55,7 @@ def test_packed_rows_equal_transformers(model_type: str, tmp_path: Path) -> None
     weighted(expected, batch).backward()
     theirs = gradients_of(reference)
     model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
-    assert any(isinstance(module, StateMixer) for module in model.modules())
+    assert any(isinstance(module, StateMixer | StateLayer) for module in model.modules())
     policy = PolicyModel(model)
     layouts: list[Layout] = ["packed", "padded"]
     for layout, num_rows, checkpointing in [*((name, len(batch), False) for name in layouts), ("packed", 4, True)]:
@@ -74,7 +75,7 @@ def test_packed_rows_equal_transformers(model_type: str, tmp_path: Path) -> None
 
 def test_every_mixer_is_of_a_family() -> None:
     assert set(STATE_MODELS) == {name for name in FAMILIES if name != "qwen3_5"}
-    assert len(MIXERS) == len(STATE_MODELS)
+    assert len(MIXERS) + len(KNOWN_MIXERS) == len(STATE_MODELS)
 
 
 def test_a_mixer_that_restarts_takes_one_token_at_a_time_after_a_state(tmp_path: Path) -> None:
