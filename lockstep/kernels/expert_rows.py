@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lockstep.kernels.ops import Activation, on_gpu
+from lockstep.kernels.ops import HALF, Activation, on_gpu
 
 
 class ExpertRows(NamedTuple):
@@ -112,7 +112,9 @@ def grouped_linear_reference(x: Tensor, weight: Tensor, rows: ExpertRows) -> Ten
 
 
 def _fits_grouped_mm(x: Tensor, weight: Tensor) -> bool:
-    """torch's grouped product needs rows of whole 16 bytes, of both operands and of their gradients."""
+    """torch's grouped product needs rows of whole 16 bytes, of both operands and of their gradients, and Ampere or later."""
+    if x.dtype not in (torch.float32, *HALF) or (x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)):
+        return False
     return all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
 
 

@@ -129,6 +129,8 @@ def install_adapters(
     lora = _new_config(model, config, key) if folder is None else _saved_config(folder, config, key)
     transformer = model.transformer
     linears = sorted({name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)})
+    if lora.target_modules == "all-linear":
+        lora.target_modules = _without_experts(transformer, lora, linears)
     _inject(transformer, lora, f"{key}.target_modules={config.target_modules}", linears, config, key)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -245,6 +247,32 @@ def _new_config(model: TokenModel, config: HFModelConfig, key: str) -> "LoraConf
     )
 
 
+def _without_experts(transformer: PreTrainedModel, lora: "LoraConfig", linears: list[str]) -> str | set[str]:
+    """all-linear, or the names of linear layers that peft leaves alone in a model with fused experts.
+
+    For such families peft takes gate_proj, up_proj and down_proj, by name alone, for the experts of transformers 4, and would put
+    adapters on the fused parameters.
+    """
+    if not any(_is_fused_experts(module) for module in transformer.modules()):
+        return "all-linear"
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    head = transformer.get_output_embeddings()
+    heads = {name.rpartition(".")[2] for name, module in transformer.named_modules() if module is head}
+    trial = copy.deepcopy(lora)
+    trial.target_modules = set(linears) - heads
+    convert_peft_config_for_transformers(trial, transformer, None)
+    taken = set(linears) - heads - set(trial.target_modules)
+    if current_rank() == 0:
+        also = f", and so do the layers named {', '.join(sorted(taken))}: peft takes them for experts" if taken else ""
+        logger.info("LoRA: the experts of %s stay frozen%s", type(transformer).__name__, also)
+    return set(trial.target_modules)
+
+
+def _is_fused_experts(module: nn.Module) -> bool:
+    return any(p.ndim == 3 and name.endswith("_proj") for name, p in module.named_parameters(recurse=False))
+
+
 def _saved_config(folder: Path, config: HFModelConfig, key: str) -> "LoraConfig":
     what = f"{key}.lora_adapter_path={config.lora_adapter_path}"
     lora = _read_config(folder, what)
@@ -306,6 +334,11 @@ def _inject(
             ) from error
         raise ValueError(f"{what} matches no linear layer of {name}; {known}") from error
     layers = adapter_layers(transformer)
+    if lora.target_parameters:
+        raise ValueError(
+            f"{what} selects the experts of {name} ({', '.join(sorted(lora.target_parameters))} for peft), which cannot have "
+            f"adapters; set all-linear, or other names: {known}"
+        )
     odd = [path for path, layer in layers.items() if not isinstance(layer, Linear) and not is_4bit(layer.weight)]
     if others := sorted({path.rpartition(".")[2] for path in odd}):
         raise ValueError(f"{what}: {', '.join(others)} of {name} is not a linear layer; {known}")
