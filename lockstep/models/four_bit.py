@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lockstep.models.decoder import decoder_of
+
 _FORM: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
 
 
 def linears_to_quantize(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """The decoder's linear layers by their names in `model`."""
-    inside = set(model.get_decoder().modules())
+    inside = set(decoder_of(model).modules())
     return {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module in inside}
 
 

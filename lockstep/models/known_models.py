@@ -2,7 +2,7 @@
 
     layer class in KNOWN_LAYERS, mixer class in KNOWN_MIXERS ─► our layers, on packed tokens
     attention through transformers' AttentionInterface ─► transformers' own layers under our attention function, on packed tokens
-    anything else (recurrent state, own attention or masks) ─► its own forward, one row at a time
+    anything else (own attention or masks) ─► its own forward, on rows padded on the right
 
 Whatever is chosen is compared with transformers' eager forward when an engine loads the model (`models/model_check.py`).
 """
@@ -13,6 +13,8 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.attention_variants import install_attention_variants
+from lockstep.models.decoder import decoder_of
 from lockstep.models.decoder_layer import DecoderLayer, FinalNorm, LayerForm
 from lockstep.models.state_layer import StateForm, StateLayer
 from lockstep.models.state_mixer import install_state_mixers
@@ -64,21 +66,15 @@ KNOWN_MIXERS: dict[str, StateForm] = {
 }
 """Name of the class of a layer's `linear_attn` -> the form of the layer with a state."""
 
-_HEAD = "its head is more than one linear layer"
-_KWARGS = "it does not pass keyword arguments to its attention"
-_DECODER = "transformers names no decoder in it"
+_ROBERTA = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
 OWN_FORWARD: dict[str, str] = {
-    **dict.fromkeys(("doge", "phimoe"), "it builds its own attention mask"),
-    **dict.fromkeys(
-        ("bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm"), _HEAD
-    ),
-    **dict.fromkeys(("hyperclovax", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"), _HEAD),
-    **dict.fromkeys(("moshi", "nemotron"), _KWARGS),
-    **dict.fromkeys(("mllama", "modernbert-decoder"), _DECODER),
+    **dict.fromkeys(_ROBERTA, "it counts positions by itself"),
+    "doge": "it builds its own attention mask",
+    **dict.fromkeys(("moshi", "nemotron"), "it does not pass keyword arguments to its attention"),
 }
 """Model types that use the AttentionInterface but cannot compute on packed tokens, and why."""
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 """Entries of `config.layer_types` that our attention function serves."""
 
 
@@ -99,7 +95,7 @@ STATE_MODELS: dict[str, frozenset[str]] = {
 
 def install_decoder_layers(model: nn.Module) -> bool:
     """Replace the layers and the final norm of a transformers model; whether all of them are known (else nothing changes)."""
-    decoder: Any = model if hasattr(model, "layers") else model.get_decoder()  # type: ignore[operator]
+    decoder: Any = model if hasattr(model, "layers") else decoder_of(model)
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         return False
     if any(isinstance(layer, StreamLayer) for layer in decoder.layers):
@@ -108,6 +104,7 @@ def install_decoder_layers(model: nn.Module) -> bool:
     layers = [layer for layer in found if layer is not None]
     if len(layers) < len(decoder.layers):
         install_state_mixers(model)
+        install_attention_variants(model)
         return False
     decoder.norm = FinalNorm(decoder.norm, layers[0].norm_kind)
     decoder.layers = nn.ModuleList(layers)
@@ -157,6 +154,6 @@ def attention_implementation(hf_config: PretrainedConfig) -> str:
 
 
 def computes_packed(model: PreTrainedModel) -> bool:
-    """Whether the model attends through our function; otherwise it computes one row at a time."""
+    """Whether the model attends through our function; otherwise it computes whole rows by its own forward."""
     text: Any = model.config.get_text_config()
     return bool(text._attn_implementation == ATTENTION_NAME)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models.attention import AttentionContext, require_context
+from lockstep.models.decoder import decoder_of
 from lockstep.models.state_rows import RowStates
 
 
@@ -78,7 +79,7 @@ MIXERS: dict[str, MixerForm] = {
 
 def install_state_mixers(model: nn.Module) -> bool:
     """Wrap the mixers of a transformers model; whether it has any."""
-    decoder: Any = model if hasattr(model, "layers") else model.get_decoder()  # type: ignore[operator]
+    decoder: Any = model if hasattr(model, "layers") else decoder_of(model)
     found = False
     for layer_idx, layer in enumerate(decoder.layers):
         for module in layer.modules():
