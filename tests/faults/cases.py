@@ -141,14 +141,18 @@ ABORTED = -signal.SIGABRT
 CRASHED = -signal.SIGSEGV
 """The same without a message: oneDNN uses the memory that it did not get."""
 KILLED = (-signal.SIGKILL, ABORTED, CRASHED)
-LOGGED_BY_TORCH = "Unexpected error importing torch.profiler._cupti_monitor"
-"""With a traceback, if the signal of a dead data-loader worker raises during that import; the run ends by itself afterwards."""
+LOGGED_BY_OTHERS = (
+    "Unexpected error importing torch.profiler._cupti_monitor",
+    "SystemError: error return without exception set",
+)
+"""With a traceback: torch, if the signal of a dead data-loader worker raises during that import; Python, if it has no memory to begin
+a thread. The run ends by itself afterwards."""
 
 
 def _wrong_end(ended: Ended, kind: Kind) -> str:
     if ended.code not in kind.codes:
         return f"exit code {ended.code}: {_tail(ended)}"
-    if "Traceback" in ended.stderr and LOGGED_BY_TORCH not in ended.stderr:
+    if "Traceback" in ended.stderr and not any(text in ended.stderr for text in LOGGED_BY_OTHERS):
         return f"exit code {ended.code} with a traceback: {_tail(ended)}"
     if ended.code in (1, 2):
         if not 1 <= len(ended.errors) <= kind.lines:
