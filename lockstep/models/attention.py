@@ -119,6 +119,15 @@ def lockstep_attention(
     return lockstep_context.attend(module, query, key, value, options), None
 
 
+def require_context(layer: nn.Module, context: AttentionContext | None, config: Any) -> None:
+    """RuntimeError if a layer with a state got no context though the model is to compute with one."""
+    if context is None and config._attn_implementation == ATTENTION_NAME:
+        raise RuntimeError(
+            f"{type(layer).__name__} got no attention context: its state would run from one packed row into the next. The model "
+            "does not hand keyword arguments down to its layers, or was called outside the engines."
+        )
+
+
 AttentionInterface.register(ATTENTION_NAME, lockstep_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 

@@ -44,7 +44,7 @@ def use_4bit_linears(model: PreTrainedModel, dtype: torch.dtype) -> None:
     cast(Any, model).is_loaded_in_4bit = True  # read by peft
 
 
-def is_4bit(parameter: Tensor | None) -> bool:
+def is_4bit(parameter: Tensor) -> bool:
     """Whether it is a weight of `use_4bit_linears`, filled or not."""
     modules: Any = sys.modules.get("bitsandbytes.nn")  # without it nothing is quantised
     return modules is not None and isinstance(parameter, modules.Params4bit)

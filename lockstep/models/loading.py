@@ -32,6 +32,7 @@ from transformers.utils import logging as hf_logging
 from lockstep.config.model import HFModelConfig, TrainEngineConfig
 from lockstep.kernels.ops import Adapter
 from lockstep.models.decoder import decoder_of
+from lockstep.models.experts import experts_implementation
 from lockstep.models.four_bit import linears_to_quantize, rounded_to_4bit, use_4bit_linears
 from lockstep.models.known_models import attention_implementation, install_decoder_layers, why_own_forward
 from lockstep.models.lora import merged, read_adapter
@@ -227,7 +228,11 @@ def meta_model(cls: Any, hf_config: PretrainedConfig, dtype: torch.dtype, **opti
     """A model of the Auto class without memory."""
     with torch.device("meta"):
         model: PreTrainedModel = cls.from_config(
-            hf_config, dtype=dtype, attn_implementation=attention_implementation(hf_config), **options
+            hf_config,
+            dtype=dtype,
+            attn_implementation=attention_implementation(hf_config),
+            experts_implementation=experts_implementation(hf_config),
+            **options,
         )
     return nn.Module.to(model, "meta")  # some tensors are created on the CPU in any case
 
@@ -262,6 +267,7 @@ def _from_pretrained(
             config=hf_config,
             dtype=dtype,
             attn_implementation=attention_implementation(hf_config),
+            experts_implementation=experts_implementation(hf_config),
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
             weights_only=True,  # for a folder without safetensors

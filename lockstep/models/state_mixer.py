@@ -1,9 +1,10 @@
-"""Mixers of transformers' hybrid models (Gated DeltaNet, Mamba, short convolutions, …) on packed tokens.
+"""Mixers of transformers' hybrid models (Mamba, short convolutions, …) on packed tokens.
 
     decoder layer of transformers ─► StateMixer ─► context.mix ─► the mixer's own forward on rows with their states
 
 `StateMixer` takes the place of a mixer in its layer and has the same children and parameters. The layer hands it the attention
 context, which lays out the tokens (`models/state_rows.py`). What differs between mixers is a record, `MixerForm`.
+Mixers for which `models/state_layer.py` has a layer are not wrapped.
 """
 
 import logging
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.attention import ATTENTION_NAME, AttentionContext
+from lockstep.models.attention import AttentionContext, require_context
 from lockstep.models.decoder import decoder_of
 from lockstep.models.state_rows import RowStates
 
@@ -38,10 +39,7 @@ class MixerForm:
 
 
 MIXERS: dict[str, MixerForm] = {
-    # Gated DeltaNet and its relatives
-    "Qwen3NextGatedDeltaNet": MixerForm(),
-    "Qwen3_5GatedDeltaNet": MixerForm(),
-    "Qwen3_5MoeGatedDeltaNet": MixerForm(),
+    # Relatives of Gated DeltaNet
     "OlmoHybridGatedDeltaNet": MixerForm(),
     "KimiLinearDeltaAttention": MixerForm(),
     # Mamba 2
@@ -119,8 +117,9 @@ def _wrap(parent: nn.Module, name: str, layer_idx: int) -> "StateMixer | None":
 
 def _context_with_mask(decoder: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Hook of the decoder: the mask carries the context to the layers of a model that hands down nothing else (Mamba)."""
-    if (mask := options.get("attention_mask")) is not None:
-        mask.lockstep_context = options.get("lockstep_context")
+    mask: Any = options.get("attention_mask")
+    if isinstance(mask, Tensor):
+        mask.lockstep_context = options.get("lockstep_context")  # type: ignore[attr-defined]
 
 
 class _ContextFor:
@@ -133,11 +132,7 @@ class _ContextFor:
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         carried = getattr(options.get("attention_mask"), "lockstep_context", None)
         context = options.get("lockstep_context", carried)
-        if context is None and self.config._attn_implementation == ATTENTION_NAME:
-            raise RuntimeError(
-                f"{type(layer).__name__} got no attention context: its state would run from one packed row into the next. The "
-                "model does not hand keyword arguments down to its layers, or was called outside the engines."
-            )
+        require_context(layer, context, self.config)
         for mixer in self.mixers:
             mixer.context = context
 
@@ -160,10 +155,11 @@ class StateMixer(nn.Module):
         self.context: AttentionContext | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        if self.context is None:
+        context, self.context = self.context, None  # the module must not keep what the context refers to
+        if context is None:
             return self.reference(hidden_states, *args, **options)
         if self.form.returns != "tuple":
-            out = self.context.mix(self, self._rows, hidden_states)
+            out = context.mix(self, self._rows, hidden_states)
             return out if self.form.returns == "tensor" else (out, None)
         shapes: list[torch.Size] = []
 
@@ -172,7 +168,7 @@ class StateMixer(nn.Module):
             shapes[:] = [result.shape[2:] for result in results]
             return torch.cat([result.flatten(2) for result in results], -1)
 
-        out = self.context.mix(self, joined, hidden_states)
+        out = context.mix(self, joined, hidden_states)
         parts = out.split([shape.numel() for shape in shapes], -1)
         return tuple(part.unflatten(-1, shape) for part, shape in zip(parts, shapes))
 
@@ -181,7 +177,7 @@ class StateMixer(nn.Module):
         if states.tensors and not self.continues and rows.shape[1] > 1:
             return torch.cat([self._rows(token, states) for token in rows.split(1, 1)], 1)
         out = self._call(rows, states)
-        return out[0] if self.form.returns == "first" else out  # type: ignore[no-any-return]
+        return out[0] if self.form.returns == "first" else out
 
     def _call(self, rows: Tensor, states: RowStates) -> Any:
         options = dict(self.form.arguments)

@@ -28,9 +28,9 @@ from lockstep.engines.rollout import GenerationRequest, RolloutEngine, SamplingP
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.hf import HFEngine
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.known_models import computes_packed, why_own_forward
 from lockstep.models.loading import load_causal_lm
+from lockstep.models.stream_layer import StreamLayer
 from lockstep.models.token_models import PolicyModel
 
 CPU = torch.device("cpu")
@@ -509,7 +509,7 @@ def support(folder: Path) -> Support:
         model = load_causal_lm(HFModelConfig(path=str(folder)), "model", torch.float32, CPU)
         found.why_own = why_own_forward(model.config)
         found.training = "transformers" if computes_packed(model) else "own"
-        if any(isinstance(module, DecoderLayer) for module in model.modules()):
+        if any(isinstance(module, StreamLayer) for module in model.modules()):
             found.training = "ours"
         if found.training != "own":
             found.engines["padded"] = train_engine(model, packed=False)
@@ -586,7 +586,7 @@ log-probs and gradients of packed, padded and checkpointed training and greedy d
 
 Training:
 
-- **ours**: our decoder layer (`lockstep/models/decoder_layer.py`), on packed tokens.
+- **ours**: our layers (`lockstep/models/decoder_layer.py`, `state_layer.py`), on packed tokens.
 - **transformers**: transformers' layers under our attention function, on packed tokens.
 - **own**: the model's own forward, on batches of rows padded on the right, which a causal model cannot see. Slower.
 - **refused**: an error when the model is loaded.

@@ -58,6 +58,19 @@ def test_a_free_block_cannot_be_freed_again() -> None:
         blocks.free([1])
 
 
+def test_slots_are_handed_out_once() -> None:
+    blocks = BlockManager(num_blocks=1, block_size=4, num_slots=2)
+    first, second = blocks.take_slot(), blocks.take_slot()
+    assert {first, second} == {0, 1} and blocks.num_free_slots == 0
+    blocks.grow(1, 3)
+    assert blocks.take_slot() == 2
+    blocks.free_slot(second)
+    assert blocks.num_free_slots == 1 and blocks.take_slot() == second
+    blocks.free_slot(first)
+    with pytest.raises(AssertionError, match=f"slot {first} is free"):
+        blocks.free_slot(first)
+
+
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_random_use_loses_no_block_and_overwrites_no_other_table(data: st.DataObject) -> None:

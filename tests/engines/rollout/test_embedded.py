@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTJConfig, MambaConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, GPTJConfig, RwkvConfig
 
 from lockstep.engines.rollout import (
     Completion,
@@ -22,7 +22,6 @@ from tests.engines.rollout.rollout_cases import (
     CONFIGS,
     DEVICES,
     EOS,
-    SIZES,
     VOCAB,
     assert_same,
     device_or_skip,
@@ -343,19 +342,10 @@ def test_an_unknown_engine_is_refused() -> None:
         create_rollout_engine(rollout_config(name="trtllm"), [EOS], 0)
 
 
-def qwen3_next() -> Any:
-    small = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "head_dim": 8}
-    return Qwen3NextConfig(**SIZES | small)
-
-
 @pytest.mark.parametrize(
     ("make_config", "reason"),
     [
-        (qwen3_next, "it has a recurrent state"),
-        (
-            lambda: MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, state_size=4),
-            "it has a recurrent state",
-        ),
+        (lambda: RwkvConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2), "it has a recurrent state"),
         (lambda: GPTJConfig(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, rotary_dim=4), "AttentionInterface"),
     ],
 )

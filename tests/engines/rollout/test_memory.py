@@ -30,7 +30,7 @@ def test_engine_logs_a_cache_smaller_than_max_num_seqs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = embedded(tiny_model(), max_num_seqs=4)
-    monkeypatch.setattr(ModelRunner, "max_num_blocks", lambda self, utilization: 20)
+    monkeypatch.setattr(ModelRunner, "max_num_blocks", lambda self, utilization, num_slots: 20)
     with caplog.at_level(logging.INFO):
         engine.generate(mixed_requests())
     (message,) = [r.getMessage() for r in caplog.records if "KV cache" in r.getMessage()]

@@ -9,9 +9,14 @@ from lockstep.engines.rollout.rollout_engine import GenerationRequest, SamplingP
 
 
 def make(
-    num_blocks: int = 64, seqs: int = 8, tokens: int = 32, chunked: bool = True, share_prompts: bool = True
+    num_blocks: int = 64,
+    seqs: int = 8,
+    tokens: int = 32,
+    chunked: bool = True,
+    share_prompts: bool = True,
+    num_slots: int = 0,
 ) -> Scheduler:
-    return Scheduler(BlockManager(num_blocks, 4), seqs, tokens, chunked, share_prompts)
+    return Scheduler(BlockManager(num_blocks, 4, num_slots), seqs, tokens, chunked, share_prompts)
 
 
 def sequence(index: int, prompt: list[int], max_tokens: int = 4) -> Sequence:
@@ -108,6 +113,51 @@ def test_a_sample_without_a_free_slot_uses_the_shared_prompt_later() -> None:
     assert scheduler.blocks.num_free == 64
 
 
+def test_samples_of_one_prompt_get_a_copy_of_its_state() -> None:
+    scheduler = make(num_slots=8)
+    for i in range(3):
+        scheduler.add(sequence(i, [1, 2, 3, 4, 5, 6], max_tokens=2))
+    plan = step(scheduler)
+    slots = [s.state_slot for s in scheduler.running]
+    assert computed(plan) == [(0, 0, 6)] and len(set(slots)) == 3
+    assert plan.state_copies == [(slots[0], slots[1]), (slots[0], slots[2])]
+    assert not step(scheduler).state_copies
+    assert not scheduler.has_unfinished and scheduler.blocks.num_free_slots == 8
+
+
+def test_a_sample_without_a_free_state_slot_computes_the_prompt_again() -> None:
+    scheduler = make(num_slots=1)
+    for i in range(3):
+        scheduler.add(sequence(i, [1, 2, 3, 4, 5, 6], max_tokens=2))
+    plans = []
+    while scheduler.has_unfinished:
+        assert len(scheduler.running) <= 1
+        plans.append(computed(step(scheduler)))
+    assert plans == [[(0, 0, 6)], [(0, 6, 7)], [(1, 0, 6)], [(1, 6, 7)], [(2, 0, 6)], [(2, 6, 7)]]
+    assert scheduler.blocks.num_free == 64 and scheduler.blocks.num_free_slots == 1
+
+
+def test_every_end_frees_the_state_slot() -> None:
+    scheduler = make(num_slots=2, share_prompts=False)
+    sequences = [sequence(i, [1, 2, 3, i]) for i in range(4)]
+    for s in sequences:
+        scheduler.add(s)
+    step(scheduler)
+    assert scheduler.blocks.num_free_slots == 0
+    scheduler.drop(sequences[3])  # waits: it has none
+    scheduler.preempt_above(1)
+    assert sequences[1].state_slot is None and sequences[1].num_computed == 0 and scheduler.blocks.num_free_slots == 1
+    scheduler.drop(sequences[0])
+    assert scheduler.blocks.num_free_slots == 2
+    plan = step(scheduler)
+    assert computed(plan) == [(1, 0, 5), (2, 0, 4)]
+    scheduler.undo_prefill(plan)
+    assert scheduler.blocks.num_free_slots == 2
+    step(scheduler)
+    scheduler.abort()
+    assert scheduler.blocks.num_free_slots == 2
+
+
 def test_the_youngest_is_preempted_and_resumes() -> None:
     scheduler = make(num_blocks=5, share_prompts=False)
     old, young = sequence(0, [1, 2, 3, 4], max_tokens=12), sequence(1, [5, 6, 7], max_tokens=12)
@@ -142,7 +192,10 @@ def test_abort_frees_all_blocks() -> None:
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_every_row_finds_its_own_tokens_in_its_blocks(data: st.DataObject) -> None:
-    """Run random schedules on a cache of token ids: block copies, then writes, then check what each sequence reads."""
+    """Run random schedules on a cache of token ids: block copies, then writes, then check what each sequence reads.
+
+    With state slots, a state is the list of tokens that it has seen; a freed slot keeps its content.
+    """
     size = data.draw(st.integers(1, 5), label="block size")
     lengths = st.integers(1, 9)
     prompts = [
@@ -154,8 +207,9 @@ def test_every_row_finds_its_own_tokens_in_its_blocks(data: st.DataObject) -> No
     ]
     longest = max(-(-s.max_cached // size) for s in sequences)
     num_blocks = longest + data.draw(st.integers(0, 8), label="spare blocks")
+    num_slots = data.draw(st.integers(0, 6), label="state slots")
     scheduler = Scheduler(
-        BlockManager(num_blocks, size),
+        BlockManager(num_blocks, size, num_slots),
         max_num_seqs=data.draw(st.integers(1, 6), label="max_num_seqs"),
         max_num_tokens=data.draw(st.integers(1, 12), label="budget"),
         chunked=data.draw(st.booleans(), label="chunked"),
@@ -165,6 +219,7 @@ def test_every_row_finds_its_own_tokens_in_its_blocks(data: st.DataObject) -> No
     for s in sequences[late:]:
         scheduler.add(s)
     memory: dict[tuple[int, int], int] = {}
+    states: dict[int | None, list[int]] = {}
     for num_steps in range(2000):
         if num_steps == 3:
             for s in sequences[:late]:
@@ -183,6 +238,11 @@ def test_every_row_finds_its_own_tokens_in_its_blocks(data: st.DataObject) -> No
         for row in plan.rows:
             for p in range(row.start, row.stop):
                 memory[row.sequence.blocks[p // size], p % size] = row.sequence.tokens[p]
+            before_row = states[row.sequence.state_slot] if row.start else []
+            states[row.sequence.state_slot] = before_row + row.sequence.tokens[row.start : row.stop]
+        for state_source, state_target in plan.state_copies:
+            states[state_target] = states[state_source]
+        for row in plan.rows:
             for s in row.samplers:
                 assert s.num_computed == len(s.tokens)
                 s.append([1000 * s.index + len(s.tokens)], [0.0])
@@ -193,8 +253,15 @@ def test_every_row_finds_its_own_tokens_in_its_blocks(data: st.DataObject) -> No
             for _ in range(count):
                 p = len(s.tokens) - 1
                 memory[s.blocks[p // size], p % size] = s.tokens[p]
+                if num_slots:
+                    states[s.state_slot] = [*states[s.state_slot], s.tokens[p]]
                 s.append([1000 * s.index + len(s.tokens)], [0.0])
             assert s.num_computed == len(s.tokens) - 1
+        if num_slots:
+            slots = [s.state_slot for s in scheduler.running]
+            assert None not in slots and len(set(slots)) == len(slots) == num_slots - scheduler.blocks.num_free_slots
+            for s in scheduler.running:
+                assert states[s.state_slot] == s.tokens[: s.num_computed]
         for s in list(scheduler.running):
             seen = [memory[s.blocks[p // size], p % size] for p in range(s.num_computed)]
             assert seen == s.tokens[: s.num_computed]
@@ -202,7 +269,7 @@ def test_every_row_finds_its_own_tokens_in_its_blocks(data: st.DataObject) -> No
                 scheduler.finish(s)
     assert not scheduler.has_unfinished, "the schedule does not terminate"
     assert all(s.num_generated == s.request.sampling.max_tokens for s in sequences)
-    assert scheduler.blocks.num_free == num_blocks
+    assert scheduler.blocks.num_free == num_blocks and scheduler.blocks.num_free_slots == num_slots
 
 
 def read(scheduler: Scheduler, rows: list[tuple[Sequence, int]], num_sampled: int) -> None:

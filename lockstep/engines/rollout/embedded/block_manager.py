@@ -1,7 +1,8 @@
-"""Allocation of KV cache blocks. Block numbers only: the tensors are in `paged_attention.py`.
+"""Allocation of KV cache blocks and state slots. Numbers only: the tensors are in `paged_attention.py` and `state_slots.py`.
 
 A block table lists the blocks that hold a sequence's tokens, in order. Samples of one prompt share its blocks, which are reference
-counted; a shared block is copied before it is written.
+counted; a shared block is copied before it is written. The state of a running sequence (recurrence, convolution) has a slot that
+is never shared; models without states have no slots.
 """
 
 from collections import deque
@@ -9,11 +10,13 @@ from collections.abc import Sequence
 
 
 class BlockManager:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_slots: int = 0) -> None:
         self.block_size = block_size
+        self.num_slots = 0
         self._ref_counts: list[int] = []
         self._free: deque[int] = deque()
-        self.grow(num_blocks)
+        self._free_slots: deque[int] = deque()
+        self.grow(num_blocks, num_slots)
 
     @property
     def num_blocks(self) -> int:
@@ -26,10 +29,23 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def grow(self, num_blocks: int) -> None:
-        """Add free blocks up to `num_blocks`."""
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def grow(self, num_blocks: int, num_slots: int = 0) -> None:
+        """Add free blocks and slots up to `num_blocks` and `num_slots`."""
         self._free.extend(range(self.num_blocks, num_blocks))
         self._ref_counts.extend([0] * (num_blocks - self.num_blocks))
+        self._free_slots.extend(range(self.num_slots, num_slots))
+        self.num_slots = max(self.num_slots, num_slots)
+
+    def take_slot(self) -> int:
+        return self._free_slots.popleft()
+
+    def free_slot(self, slot: int) -> None:
+        assert 0 <= slot < self.num_slots and slot not in self._free_slots, f"slot {slot} is free"
+        self._free_slots.append(slot)
 
     def num_needed(self, table: Sequence[int], start: int, stop: int) -> int:
         """Free blocks needed to write tokens start..stop of this table: new blocks and copies of shared ones."""

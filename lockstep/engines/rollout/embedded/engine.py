@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class EmbeddedEngine(ModuleEngine):
-    """Continuous batching over a paged KV cache, with the parameters of the model given to `bind`.
+    """Continuous batching over a paged KV cache and state slots, with the parameters of the model given to `bind`.
 
     With `tensor_model_parallel_size` > 1 that many ranks hold the model and its cache together (`models/split_weights.py`). They
     get the same requests and take the same steps; all methods are collective then.
@@ -168,7 +168,9 @@ class EmbeddedEngine(ModuleEngine):
         """Compare with transformers once per `bind`; at the first request, when the weights are there."""
         if self._model_is_checked:
             return
-        model = self._bound[0].model
+        runner = self._bound[0]
+        model = runner.model
+        self.scheduler.chunked = self.config.enable_chunked_prefill and not runner.has_whole_prompts
         block_size = self.config.kv_block_size
         max_length = self.max_model_len
         if self.num_blocks is not None:
@@ -189,10 +191,11 @@ class EmbeddedEngine(ModuleEngine):
     def _grow_cache(self) -> None:
         """Make room for the unfinished sequences, within the memory limit."""
         needed = [self.blocks.blocks_for(s.max_cached) for s in self.scheduler.unfinished()]
-        num_blocks = self._target_num_blocks(needed)
+        num_slots = self._target_num_slots(len(needed))
+        num_blocks = self._target_num_blocks(needed, num_slots)
         if self.limits.num_blocks is not None:
             num_blocks = max(min(num_blocks, self.limits.num_blocks), *needed)
-        self.limits.grow_cache(self._bound[0], num_blocks)
+        self.limits.grow_cache(self._bound[0], num_blocks, num_slots)
         if max(needed) > self.blocks.num_blocks:
             raise ValueError(
                 f"a sequence needs {max(needed)} blocks of {self.config.kv_block_size} tokens, but the KV cache has "
@@ -200,13 +203,39 @@ class EmbeddedEngine(ModuleEngine):
                 "actor_rollout_ref.rollout.response_length"
             )
 
-    def _target_num_blocks(self, needed: list[int]) -> int:
-        """needed: most blocks of each unfinished sequence."""
+    def _target_num_slots(self, num_unfinished: int) -> int:
+        """State slots; 0 if no layer has a state."""
+        runner = self._bound[0]
+        if not runner.layer_states():
+            return 0
+        current = self.blocks.num_slots
+        wanted = most = self.scheduler.max_num_seqs
+        if runner.device.type == "cuda":
+            if current:
+                return current  # allocated once, at full size
+        else:
+            wanted = min(most, num_unfinished)
+            if wanted <= current:
+                return current
+            wanted = min(most, max(wanted, 2 * current))
+        blocks_per_slot = self.blocks.blocks_for(self.max_model_len) + 1
+        limit = max(1, current, runner.max_num_slots(self.config.gpu_memory_utilization, blocks_per_slot))
+        if limit < wanted and not self._limit_is_logged:
+            self._limit_is_logged = True
+            logger.info(
+                "%d sequences decode at once, not max_num_seqs=%d: that many fit with their states and the longest responses "
+                "(limited by actor_rollout_ref.rollout.gpu_memory_utilization and by the memory that the trainer leaves free)",
+                *(limit, most),
+            )
+        return min(wanted, limit)
+
+    def _target_num_blocks(self, needed: list[int], num_slots: int) -> int:
+        """needed: most blocks of each unfinished sequence. num_slots: state slots beside them."""
         if self.num_blocks is not None:
             return self.num_blocks
         runner = self._bound[0]
         current = self.blocks.num_blocks
-        max_num_seqs = self.scheduler.max_num_seqs
+        max_num_seqs = min(self.scheduler.max_num_seqs, num_slots) if num_slots else self.scheduler.max_num_seqs
         if runner.device.type == "cuda":
             if current:
                 return current  # allocated once, at full size
@@ -217,7 +246,7 @@ class EmbeddedEngine(ModuleEngine):
             if target <= current:
                 return current
             target = max(target, 2 * current)  # single requests must not grow it each time
-        limit = runner.max_num_blocks(self.config.gpu_memory_utilization)
+        limit = runner.max_num_blocks(self.config.gpu_memory_utilization, num_slots)
         if limit < target and not self._limit_is_logged:
             self._limit_is_logged = True
             logger.info(

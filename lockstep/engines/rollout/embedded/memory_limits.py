@@ -4,7 +4,7 @@
     prefill                   tokens per prefill step (a prompt without chunks gets chunks)
     decoding, sampling        sequences that run at once
     both, at the least size   the KV cache
-    the KV cache              itself, down to the blocks of the longest sequence
+    the KV cache              itself, down to the blocks of the longest sequence, and the states of sequences that run at once
 
 The sequences of the step are undone or preempted first, so that nothing is lost but time: a preempted sequence goes on with its
 tokens, and its next token depends only on them, its seed and its position.
@@ -75,28 +75,36 @@ class MemoryLimits:
         if current <= least:
             raise self._too_long(reason)
         scheduler.preempt_above(0)
+        num_slots = min(scheduler.max_num_seqs, scheduler.blocks.num_slots)
         self.drop_cache(runner)
-        self._note("kv_blocks", max(least, current // 2), f"a step beside a KV cache of {current} blocks", reason)
-        self.grow_cache(runner, max(least, current // 2))
+        self._note("kv_blocks", max(least, current // 2), f"a step with a KV cache of {current} blocks", reason)
+        self.grow_cache(runner, max(least, current // 2), num_slots)
 
     def drop_cache(self, runner: ModelRunner) -> None:
         runner.cache = None
         self.scheduler.blocks = BlockManager(0, self.scheduler.blocks.block_size)
 
-    def grow_cache(self, runner: ModelRunner, num_blocks: int) -> None:
-        """Grow the KV cache to `num_blocks`, or as far as memory allows; MemoryError if the longest sequence does not fit then."""
-        current = self.scheduler.blocks.num_blocks
-        least = max(current, self._blocks_of_longest())
-        while num_blocks > current and (reason := runner.allocate(num_blocks)):
+    def grow_cache(self, runner: ModelRunner, num_blocks: int, num_slots: int) -> None:
+        """Grow the KV cache to this many blocks and state slots, or as far as memory allows; MemoryError if the longest sequence
+        does not fit then."""
+        blocks = self.scheduler.blocks
+        least_blocks = max(blocks.num_blocks, self._blocks_of_longest())
+        least_slots = max(blocks.num_slots, min(1, num_slots))
+        while num_blocks > blocks.num_blocks or num_slots > blocks.num_slots:
+            if not (reason := runner.allocate(num_blocks, num_slots)):
+                blocks.grow(num_blocks, num_slots)
+                return
             if runner.device.type == "cuda":
                 torch.cuda.empty_cache()
-            if num_blocks <= least:
+            if num_blocks <= least_blocks and num_slots <= least_slots:
                 raise self._too_long(reason)
-            fewer = max(least, num_blocks // 2)
-            self._note("kv_blocks", fewer, f"a KV cache of {num_blocks} blocks", reason)
-            num_blocks = fewer
-        if num_blocks > current:
-            self.scheduler.blocks.grow(num_blocks)
+            if num_blocks > least_blocks:
+                tried, num_blocks = num_blocks, max(least_blocks, num_blocks // 2)
+                self._note("kv_blocks", num_blocks, f"a KV cache of {tried} blocks", reason)
+            if num_slots > least_slots:
+                tried, num_slots = num_slots, max(least_slots, num_slots // 2)
+                self.scheduler.max_num_seqs = num_slots
+                self._note("max_num_seqs", num_slots, f"the states of {tried} sequences", reason)
 
     def _blocks_of_longest(self) -> int:
         blocks = self.scheduler.blocks

@@ -1,4 +1,4 @@
-"""The model with its KV cache: checks that it can be served, sizes the cache, computes hidden states and logits.
+"""The model with its KV cache and states: checks that it can be served, sizes the cache, computes hidden states and logits.
 
 It runs without gradients but not in inference mode: modules may keep tensors from a forward (a rotary cache, say) that training
 uses later.
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache, RouteShape
+from lockstep.engines.rollout.embedded.state_slots import LayerStates, bytes_per_slot
 from lockstep.engines.rollout.rollout_engine import evaluation_mode, shortage_of
 from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
@@ -22,20 +23,22 @@ from lockstep.models.decoder import decoder_of
 from lockstep.models.known_models import why_own_forward
 from lockstep.models.log_probs import vocabulary_head
 from lockstep.models.router_replay import Routing
-from lockstep.models.split_weights import split_of
+from lockstep.models.split_weights import KEY as TENSOR_PARALLEL_KEY, split_of
 from lockstep.models.tensor_group import TensorGroup
 from lockstep.utils.device import free_memory
 from lockstep.utils.host import prepare_cpu_for
 
 _RECORD_KEY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+MLP_LAYERS = {"mlp", "moe"}
+"""Entries of `config.layer_types` that neither attend nor have a state."""
 
 
 class ModelRunner:
     """
     routes:        (T, layers, experts per token) the experts of the last forward's tokens, if they are recorded.
     tensor_group:  ranks that hold the model together, which take the same steps; None if this one has all of it.
-    num_moves:     on CUDA, how often parameters or buffers of a rank had moved when `serving` began: CUDA graphs are captured
-                   again then.
+    num_moves:     on CUDA, how often parameters or buffers of a rank had moved when `serving` began, or states: CUDA graphs are
+                   captured again then.
     """
 
     def __init__(
@@ -57,7 +60,8 @@ class ModelRunner:
         self._parameter_addresses: tuple[int, ...] = ()
         self._head = vocabulary_head(cast(PreTrainedModel, model))
         self._vocab_size = _vocabulary_size(model)
-        self._layers: dict[int, LayerShape] | None = None
+        self._state_addresses: tuple[int, ...] = ()
+        self._probe: LayerProbe | None = None
         self._cache_addresses: Tensor | None = None
         self._mask: Tensor | None = None
 
@@ -96,10 +100,23 @@ class ModelRunner:
             return own
         return self.tensor_group.gather(own).transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
 
-    @torch.no_grad()
     def layers(self) -> dict[int, LayerShape]:
-        """Shapes of the attention layers by `layer_idx`, found by a forward of one token in evaluation mode."""
-        if self._layers is None:
+        """Shapes of the attention layers by `layer_idx`."""
+        return self._probed().layers
+
+    def layer_states(self) -> LayerStates:
+        """Shapes of the states by `layer_idx`; empty for most models."""
+        return self._probed().states
+
+    @property
+    def has_whole_prompts(self) -> bool:
+        """Whether a layer computes the later chunks of a prompt token by token."""
+        return not self._probed().continues
+
+    @torch.no_grad()
+    def _probed(self) -> LayerProbe:
+        """What each layer keeps, found by a forward of one token in evaluation mode."""
+        if self._probe is None:
             probe = LayerProbe()
             zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             try:
@@ -108,22 +125,37 @@ class ModelRunner:
                 raise
             except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
                 raise refusal(self.model, str(error)) from error
-            check_layers(self.model, probe.layers)
-            self._layers = probe.layers
-        return self._layers
+            check_layers(self.model, probe)
+            if probe.states and self.tensor_group is not None:
+                raise ValueError(
+                    f"{TENSOR_PARALLEL_KEY}={self.tensor_group.size}: {type(self.model).__name__} has layers with a state, "
+                    "which the embedded engine cannot split; set 1"
+                )
+            self._probe = probe
+        return self._probe
 
-    def max_num_blocks(self, utilization: float) -> int:
-        """Blocks of the largest KV cache: see `kv_cache_bytes` for CUDA; on CPU this share of the machine's memory."""
+    def max_num_blocks(self, utilization: float, num_slots: int = 0) -> int:
+        """Blocks of the largest KV cache beside `num_slots` states."""
+        bytes_per_token = sum(shape.bytes_per_token for shape in self.layers().values())
+        bytes_per_token += 0 if self._route_shape is None else self._route_shape.bytes_per_token
+        states = (num_slots + 1) * bytes_per_slot(self.layer_states())
+        # no layer attends: blocks take no memory
+        return max(0, self._cache_bytes(utilization) - states) // (self.block_size * max(1, bytes_per_token))
+
+    def max_num_slots(self, utilization: float, blocks_per_slot: int) -> int:
+        """Most sequences of which the state and so many blocks fit."""
+        one_block = sum(shape.bytes_per_token for shape in self.layers().values()) * self.block_size
+        one_state = bytes_per_slot(self.layer_states())
+        return self._cache_bytes(utilization) // (one_state + blocks_per_slot * one_block) - 1  # one is scratch
+
+    def _cache_bytes(self, utilization: float) -> int:
+        """Memory of the largest cache: see `kv_cache_bytes` for CUDA; on CPU this share of the machine's memory."""
         if self.device.type == "cuda":
             tensors = chain(self.model.parameters(), self.model.buffers())
             weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             total = self._least(torch.cuda.mem_get_info(self.device)[1])
-            memory = kv_cache_bytes(utilization, total, self._least(free_memory(self.device)), weights)
-        else:
-            memory = self._least(int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * utilization))
-        bytes_per_token = sum(shape.bytes_per_token for shape in self.layers().values())
-        bytes_per_token += 0 if self._route_shape is None else self._route_shape.bytes_per_token
-        return memory // (self.block_size * bytes_per_token)
+            return kv_cache_bytes(utilization, total, self._least(free_memory(self.device)), weights)
+        return self._least(int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * utilization))
 
     @property
     def _route_shape(self) -> RouteShape | None:
@@ -133,46 +165,60 @@ class ModelRunner:
     def _least(self, number: int) -> int:
         return number if self.tensor_group is None else self.tensor_group.least(number)
 
-    def allocate(self, num_blocks: int) -> str | None:
-        """Create the cache with this many blocks, or grow it to them; returns the reason if memory does not suffice on a rank."""
+    def allocate(self, num_blocks: int, num_slots: int = 0) -> str | None:
+        """Create the cache with this many blocks and state slots, or grow it to them; returns the reason if memory does not
+        suffice on a rank."""
         is_new = self.cache is None
-        shortage = shortage_of(lambda: self._allocate(num_blocks))
+        shortage = shortage_of(lambda: self._allocate(num_blocks, num_slots))
         if not self._least(shortage is None):
             if is_new:
                 self.cache = None
             return shortage or "out of memory on another rank"
         return None
 
-    def _allocate(self, num_blocks: int) -> None:
+    def _allocate(self, num_blocks: int, num_slots: int) -> None:
         if self.cache is None:
-            self.cache = PagedCache(self.layers(), num_blocks, self.block_size, self.device, self._route_shape)
+            shapes = self.layers(), num_blocks, self.block_size, self.device, self._route_shape
+            self.cache = PagedCache(*shapes, self.layer_states(), num_slots)
+        cache = self.cache
         try:
-            if num_blocks > self.cache.num_blocks:
-                self.cache.grow(num_blocks)
+            if num_blocks > cache.num_blocks or (cache.states is not None and num_slots > cache.states.num_slots):
+                cache.grow(num_blocks, num_slots)
         finally:  # layers that have grown have moved
             if self.device.type == "cuda":
-                self.cache_addresses.copy_(self.cache.addresses())
+                self.cache_addresses.copy_(cache.addresses())
+                self._note_state_moves(cache)
+
+    def _note_state_moves(self, cache: PagedCache) -> None:
+        if cache.states is not None:
+            addresses = tuple(t.data_ptr() for layer in cache.states.tensors.values() for t in layer.values())
+            self.num_moves += addresses != self._state_addresses
+            self._state_addresses = addresses
 
     @property
     def cache_addresses(self) -> Tensor:
         """(layers, 2) addresses of each layer's keys and values. The tensor itself never moves, so CUDA graphs can read it."""
         if self._cache_addresses is None:
-            self._cache_addresses = torch.zeros(max(self.layers()) + 1, 2, dtype=torch.int64, device=self.device)
+            num_layers = max(self.layers(), default=-1) + 1
+            self._cache_addresses = torch.zeros(num_layers, 2, dtype=torch.int64, device=self.device)
         return self._cache_addresses
 
     def forward(self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
         """(1, T) tokens -> (T, E) hidden states."""
         if self._mask is None or self._mask.device != self.device:
             self._mask = no_mask(self.device)
+        mask: Any = self._mask
+        mask.lockstep_context = context
         if self._routing is not None:
             self._routing.begin()
         output = decoder_of(self.model)(
             input_ids=token_ids,
             position_ids=position_ids,
-            attention_mask=self._mask,
+            attention_mask=mask,
             use_cache=False,
             lockstep_context=context,
         )
+        mask.lockstep_context = None
         if self._routing is not None:
             self.routes = self._routing.end().routes().to(self._routing.dtype)
         hidden: Tensor = output.last_hidden_state[0]
@@ -241,17 +287,23 @@ def check_config(model: nn.Module) -> None:
         raise refusal(model, f"it was loaded with attn_implementation={attention!r} instead of {ATTENTION_NAME!r}")
 
 
-def check_layers(model: Any, layers: dict[int, LayerShape]) -> None:
-    """Every layer must have called the attention function, with its sliding window if the config has one."""
+def check_layers(model: Any, probe: LayerProbe) -> None:
+    """Every layer must have called the attention function, with its sliding window if the config has one, or handed over its
+    state; only those without tokens to look back at (MLP_LAYERS) do neither."""
     text = model.config.get_text_config()
-    if len(layers) != text.num_hidden_layers:
-        raise refusal(model, f"only {len(layers)} of its {text.num_hidden_layers} layers are attention layers")
+    layers = probe.layers
     kinds = getattr(text, "layer_types", None)
+    without = {index for index, kind in enumerate(kinds or ()) if kind in MLP_LAYERS}
+    missing = set(range(text.num_hidden_layers)) - {*layers, *probe.states, *without}
+    if missing:
+        num_known = text.num_hidden_layers - len(missing)
+        which = f"only {num_known} of its {text.num_hidden_layers} layers attend or have a state that is known"
+        raise refusal(model, which)
     for index, kind in enumerate(kinds or ()):
-        if kind == "sliding_attention" and layers[index].sliding_window is None:
+        if kind == "sliding_attention" and (index not in layers or layers[index].sliding_window is None):
             raise refusal(model, f"layer {index} does not pass its sliding window to the attention function")
     if model.device.type == "cuda" and any(shape.is_indexed for shape in layers.values()):
         raise refusal(model, "its layers pick keys by an index, which decodes on the CPU only")
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
-    if not kinds and window is not None and all(shape.sliding_window is None for shape in layers.values()):
+    if layers and not kinds and window is not None and all(s.sliding_window is None for s in layers.values()):
         raise refusal(model, f"no layer passes sliding_window={window} of its config to the attention function")

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.engines.rollout.embedded.state_slots import LayerStates, PrefillStates, StateShape, StateSlots
 from lockstep.models.attention import LayerOptions, PackedAttention, additive_mask, eager_attention
+from lockstep.models.state_rows import RowStates, StateCore, StateName
 from lockstep.utils.device import to_device
 
 
@@ -49,19 +51,42 @@ class RouteShape:
 
 
 class LayerProbe:
-    """An attention context that records the shape of each layer in a forward of one token: `layers` by `layer_idx`."""
+    """An attention context that records what each layer keeps of a forward of one token, by `layer_idx`.
+
+    layers: shapes of keys and values. states: shapes of states. A layer may have both.
+    continues: whether all layers can compute several tokens at a time from a state on.
+    """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerShape] = {}
+        self.states: dict[int, dict[StateName, StateShape]] = {}
+        self.continues = True
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
-        index = getattr(layer, "layer_idx", None)
-        if index is None or index in self.layers:
-            raise ValueError(f"{type(layer).__name__} has no unique layer_idx")
+        index = _unique_index(layer, self.layers)
         window, is_indexed = options.sliding_window, options.index is not None
         self.layers[index] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, window, is_indexed)
         groups = query.shape[1] // key.shape[1]
         return value.repeat_interleave(groups, 1).transpose(1, 2)  # only the shape matters
+
+    def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
+        states = RowStates()
+        out = core(x, states)
+        if not states.tensors:
+            name = type(getattr(layer, "reference", layer)).__name__
+            raise ValueError(f"{name} keeps its state to itself")
+        self.continues &= getattr(layer, "continues", True)
+        self.states[_unique_index(layer, self.states)] = {
+            name: StateShape(tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in states.tensors.items()
+        }
+        return out
+
+
+def _unique_index(layer: nn.Module, known: Mapping[int, object]) -> int:
+    index: int | None = getattr(layer, "layer_idx", None)
+    if index is None or index in known:
+        raise ValueError(f"{type(layer).__name__} has no unique layer_idx")
+    return index
 
 
 class PagedCache:
@@ -72,6 +97,7 @@ class PagedCache:
 
     route_shape: of the experts that are recorded for each token, if they are. They are stored in the token's block too:
                  (num_blocks + 1, block_size, layers, experts per token). The last block holds what belongs to no sequence.
+    states:      slots for the states of `num_slots` sequences, if layers have states.
     """
 
     def __init__(
@@ -81,11 +107,14 @@ class PagedCache:
         block_size: int,
         device: torch.device,
         route_shape: RouteShape | None = None,
+        layer_states: LayerStates | None = None,
+        num_slots: int = 0,
     ) -> None:
         self.layers = dict(layers)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
+        self.states = StateSlots(layer_states, num_slots, device) if layer_states else None
         self.routes: Tensor | None = None
         if route_shape is not None:
             sizes = (num_blocks + 1, block_size, route_shape.num_layers, route_shape.top_k)
@@ -98,18 +127,20 @@ class PagedCache:
             self.keys[index] = torch.zeros(rows, block_size, shape.key_dim, dtype=shape.dtype, device=device)
             self.values[index] = torch.zeros(rows, block_size, shape.value_dim, dtype=shape.dtype, device=device)
 
-    def grow(self, num_blocks: int) -> None:
-        """Add empty blocks until there are `num_blocks`; existing blocks keep their content."""
+    def grow(self, num_blocks: int, num_slots: int = 0) -> None:
+        """Add empty blocks and state slots until there are this many; existing ones keep their content."""
+        if self.states is not None:
+            self.states.grow(num_slots)
         for index, shape in self.layers.items():
             for store in (self.keys, self.values):
                 store[index] = _with_rows(store[index], num_blocks * shape.num_heads)
         if self.routes is not None:
             self.routes = _with_rows(self.routes, num_blocks + 1)
-        self.num_blocks = num_blocks
+        self.num_blocks = max(self.num_blocks, num_blocks)
 
     def addresses(self) -> Tensor:
         """(layers, 2) on the CPU: addresses of each layer's keys and values, by `layer_idx`."""
-        table = torch.zeros(max(self.layers) + 1, 2, dtype=torch.int64)
+        table = torch.zeros(max(self.layers, default=-1) + 1, 2, dtype=torch.int64)
         for index in self.layers:
             table[index] = torch.tensor([self.keys[index].data_ptr(), self.values[index].data_ptr()])
         return table
@@ -221,16 +252,23 @@ class PagedAttention:
     slots:         (T,) cache slot of each token: block * block_size + offset.
     cached:        rows with tokens in the cache; theirs are the first tokens of the step.
     fresh_lengths: number of tokens of each sequence that starts in this step.
+    states:        the rows of layers with a state; None if there are no such layers.
     """
 
     def __init__(
-        self, cache: PagedCache, slots: Tensor, cached: Sequence[CachedRows], fresh_lengths: Sequence[int]
+        self,
+        cache: PagedCache,
+        slots: Tensor,
+        cached: Sequence[CachedRows],
+        fresh_lengths: Sequence[int],
+        states: PrefillStates | None = None,
     ) -> None:
         self.cache = cache
         self.cached = cached
         self.num_cached = sum(rows.num_tokens for rows in cached)
         self.fresh = PackedAttention(fresh_lengths, slots.device) if fresh_lengths else None
         self.slots = slots
+        self.states = states
         self._head_slots: dict[int, Tensor] = {}
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
@@ -245,6 +283,10 @@ class PagedAttention:
                 options = replace(options, index=options.index.tokens(slice(self.num_cached, None)))
             outputs.append(self.fresh.attend(layer, q, k, v, options)[0])
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+    def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
+        assert self.states is not None
+        return self.states.mix(layer.layer_idx, core, x)  # type: ignore[arg-type]
 
     def _write(self, store: Tensor, new: Tensor) -> None:
         """Write the new keys or values (1, HK, T, D) to their cache slots."""

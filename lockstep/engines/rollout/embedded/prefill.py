@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lockstep.engines.rollout.embedded.paged_attention import CachedRows, PagedAttention, PagedCache
 from lockstep.engines.rollout.embedded.scheduler import PrefillRow
+from lockstep.engines.rollout.embedded.state_slots import PrefillStates, RowGroup, StateSlots
 from lockstep.utils.device import to_device
 
 
@@ -40,7 +41,8 @@ class PrefillInputs:
         self.last_token_index = _upload(last, device)
         fresh = [row.stop - row.start for row in rows if row.start == 0]
         cached = _cached_rows([row for row in rows if row.start > 0], device)
-        self.attention = PagedAttention(cache, _upload(slots, device), cached, fresh)
+        states = None if cache.states is None else PrefillStates(cache.states, _row_groups(rows, cache.states))
+        self.attention = PagedAttention(cache, _upload(slots, device), cached, fresh, states)
 
 
 def _shape(row: PrefillRow) -> tuple[int, int]:
@@ -59,6 +61,17 @@ def _cached_rows(rows: list[PrefillRow], device: torch.device) -> list[CachedRow
         positions = [list(range(row.start, row.stop)) for row in same]
         result.append(CachedRows(first, _upload(padded, device), _upload(positions, device)))
         first += num_new * len(same)
+    return result
+
+
+def _row_groups(rows: list[PrefillRow], store: StateSlots) -> list[RowGroup]:
+    result = []
+    first = 0
+    for (is_fresh, length), group in groupby(rows, key=lambda row: (row.start == 0, row.stop - row.start)):
+        slots = [row.sequence.state_slot for row in group]
+        assert None not in slots, "a sequence has no state slot"
+        result.append(RowGroup(first, length, _upload(slots, store.device), is_fresh))  # type: ignore[arg-type]
+        first += length * len(slots)
     return result
 
 

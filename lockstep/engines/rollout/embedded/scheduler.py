@@ -11,6 +11,9 @@ blocks and is prefilled again later, with the tokens it has generated.
 
 Equal prompts are computed once. The first sequence with a prompt (the leader) computes it while the others wait; then they
 share its blocks, and those admitted in the same step sample their first token from the same logits.
+
+If the model has states, a running sequence has a slot for its own. A sequence that is admitted in the step that completes its
+prompt gets a copy of the leader's state. Later ones compute the prompt again: the leader's state has moved on.
 """
 
 from collections import Counter
@@ -39,12 +42,14 @@ class PrefillRow:
 class PrefillStep:
     """One forward pass.
 
-    copies:      (source, target) blocks to copy before it.
-    is_computed: whether the forward has run; set by the runner.
+    copies:       (source, target) blocks to copy before it.
+    state_copies: (source, target) state slots to copy after it.
+    is_computed:  whether the forward has run; set by the runner.
     """
 
     rows: list[PrefillRow] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
     is_computed: bool = False
 
 
@@ -104,6 +109,14 @@ class Scheduler:
         self._completed_now: set[int] = set()
 
     @property
+    def has_states(self) -> bool:
+        return self.blocks.num_slots > 0
+
+    @property
+    def max_running(self) -> int:
+        return min(self.max_num_seqs, self.blocks.num_slots) if self.has_states else self.max_num_seqs
+
+    @property
     def has_unfinished(self) -> bool:
         return bool(self.running or self._waiting)
 
@@ -120,7 +133,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.on_release(sequence)
-        self.blocks.free(sequence.blocks)
+        self._free(sequence)
         if not self.has_unfinished:
             self._prompt_ids.clear()
 
@@ -128,7 +141,7 @@ class Scheduler:
         """End an unfinished sequence, which has no outputs in flight."""
         assert sequence.num_unread == 0, "dropped with outputs in flight"
         if sequence.index in self._waiting:
-            self._start(sequence)  # and stop it at once
+            self._leave_queue(sequence)  # and stop it at once
         if self._leaders.get(sequence.prompt_id) is sequence:
             del self._leaders[sequence.prompt_id]
         self.finish(sequence)
@@ -136,7 +149,7 @@ class Scheduler:
     def abort(self) -> None:
         """Drop every sequence."""
         for sequence in self.unfinished():
-            self.blocks.free(sequence.blocks)
+            self._free(sequence)
         self._drop_all_shared()
         for state in (self.running, self._waiting, self._num_waiting, self._leaders, self._prompt_ids):
             state.clear()
@@ -153,8 +166,8 @@ class Scheduler:
         """A prefill is in progress, or enough sequences can start to be worth delaying those that decode."""
         if not all(s.is_decoding for s in self.running):
             return True
-        can_start = min(len(self._waiting), self.max_num_seqs - len(self.running))
-        enough = max(1, self.max_num_seqs // 8)
+        can_start = min(len(self._waiting), self.max_running - len(self.running))
+        enough = max(1, self.max_running // 8)
         return can_start > 0 and (can_start >= min(len(self._waiting), enough) or not self.running)
 
     def schedule_decode(self, num_steps: int) -> DecodeWindow:
@@ -188,7 +201,7 @@ class Scheduler:
             budget -= length
             self._add_row(step, sequence, length)
         for row in list(step.rows):
-            self._share_prompt(row)
+            self._share_prompt(step, row)
         if len(self.running) >= len(running):  # nothing was preempted
             self._admit(step, budget)
         return step
@@ -239,7 +252,7 @@ class Scheduler:
     def _admit(self, step: PrefillStep, budget: int) -> None:
         """Start waiting sequences in order, within the limits on sequences, tokens and blocks."""
         for sequence in list(self._waiting.values()):
-            if len(self.running) >= self.max_num_seqs or budget <= 0:
+            if len(self.running) >= self.max_running or budget <= 0:
                 return
             prompt_id = sequence.prompt_id
             if sequence.index not in self._waiting or prompt_id in self._leaders or prompt_id in self._completed_now:
@@ -261,17 +274,25 @@ class Scheduler:
             if shared is None and self.share_prompts and sequence.num_generated == 0:
                 self._leaders[prompt_id] = sequence
             budget -= length
-            self._share_prompt(self._add_row(step, sequence, length))
+            self._share_prompt(step, self._add_row(step, sequence, length))
 
     def _start(self, sequence: Sequence) -> None:
+        self._leave_queue(sequence)
+        if self.has_states:
+            sequence.state_slot = self.blocks.take_slot()
+
+    def _leave_queue(self, sequence: Sequence) -> None:
         del self._waiting[sequence.index]
         self._num_waiting[sequence.prompt_id] -= 1
         self.running.append(sequence)
         if not self._num_waiting[sequence.prompt_id]:
             self._drop_shared(sequence.prompt_id)
 
-    def _share_prompt(self, row: PrefillRow) -> None:
-        """If the row completes a prompt for which others wait, start those that fit and keep its blocks for the rest."""
+    def _share_prompt(self, step: PrefillStep, row: PrefillRow) -> None:
+        """If the row completes a prompt for which others wait, start those that fit and keep its blocks for the rest.
+
+        With states the rest compute it again.
+        """
         leader = row.sequence
         prompt_id = row.sequence.prompt_id
         if self._leaders.get(prompt_id) is not leader or leader.num_computed < leader.num_prompt:
@@ -281,26 +302,34 @@ class Scheduler:
         room = self.blocks.num_free
         same_prompt = (s for s in self._waiting.values() if s.prompt_id == prompt_id)
         for follower in list(islice(same_prompt, self._num_waiting[prompt_id])):
-            if follower.num_generated == 0 and len(self.running) < self.max_num_seqs and room > 0:
+            if follower.num_generated == 0 and len(self.running) < self.max_running and room > 0:
                 room -= 1  # its next token will need a block
                 follower.blocks = self.blocks.share(leader.blocks, leader.num_prompt)
                 follower.num_computed = leader.num_prompt
                 self._start(follower)
                 row.samplers.append(follower)
-        if self._num_waiting[prompt_id]:
+                if leader.state_slot is not None and follower.state_slot is not None:
+                    step.state_copies.append((leader.state_slot, follower.state_slot))
+        if self._num_waiting[prompt_id] and not self.has_states:
             self._shared[prompt_id] = self.blocks.share(leader.blocks, leader.num_prompt)
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.num_unread == 0, "preempted with outputs in flight"
         self.running.remove(sequence)
         self.on_release(sequence)
-        self.blocks.free(sequence.blocks)
+        self._free(sequence)
         sequence.num_computed = 0
         sequence.num_preempted += 1
         if self._leaders.get(sequence.prompt_id) is sequence:
             del self._leaders[sequence.prompt_id]
         self._waiting = {sequence.index: sequence, **self._waiting}
         self._num_waiting[sequence.prompt_id] += 1
+
+    def _free(self, sequence: Sequence) -> None:
+        self.blocks.free(sequence.blocks)
+        if sequence.state_slot is not None:
+            self.blocks.free_slot(sequence.state_slot)
+            sequence.state_slot = None
 
     def _drop_shared(self, prompt_id: int) -> None:
         self.blocks.free(self._shared.pop(prompt_id, []))

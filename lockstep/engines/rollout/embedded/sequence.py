@@ -18,6 +18,7 @@ class Sequence:
     num_computed: tokens whose keys and values are in the cache. Once all are computed, the next token can be sampled.
     num_unread:   tokens sampled on the device that the host has not read yet; `num_computed` counts them too.
     blocks:       block table.
+    state_slot:   where its state is, from its start until it ends or is preempted; None for a model without states.
     routes:       those of `Completion`, of tokens whose blocks were freed.
     """
 
@@ -31,6 +32,7 @@ class Sequence:
     num_computed: int = 0
     num_unread: int = 0
     blocks: list[int] = field(default_factory=list)
+    state_slot: int | None = None
     log_probs: list[float] = field(default_factory=list)
     stop_reason: StopReason | None = None
     num_preempted: int = 0

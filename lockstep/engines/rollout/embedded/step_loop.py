@@ -156,6 +156,8 @@ class StepLoop:
         self.num_prefill_tokens += inputs.token_ids.numel()
         hidden_TE = runner.forward(inputs.token_ids, inputs.position_ids, inputs.attention)
         runner.keep_routes(inputs.attention.slots, runner.routes)
+        if runner.cache.states is not None:
+            runner.cache.states.copy(prefill.state_copies)
         prefill.is_computed = True
         if inputs.samplers:
             sampled = decoder.sample_first(inputs.samplers, runner.logits(hidden_TE[inputs.last_token_index]))
@@ -180,7 +182,8 @@ class StepLoop:
         """Take the window back, and let fewer sequences run."""
         window.truncate(0)
         self._free_memory(decoder)
-        if window.copies:  # not made: the blocks of some sequences are incomplete
+        # copies not made: the blocks of some sequences are incomplete; steps that did run have changed the states
+        if window.copies or self.scheduler.has_states:
             self.scheduler.preempt_above(0)
         if not self.limits.lower_seqs(len(window.rows), shortage) and not decoder.disable_graphs():
             self.limits.shrink_cache(self.runner, shortage)

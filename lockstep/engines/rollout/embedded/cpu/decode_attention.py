@@ -1,6 +1,7 @@
 """Attention of decode steps on the CPU.
 
     gather each layer's keys and values once ─► [ append one column, attend ] per step ─► write the new ones back to the cache
+    gather each layer's states once ─► [ one token per row ] per step ─► write them back to their slots
 
 Legend: n rows, C columns, H query heads, HK key heads, G = H / HK, D head dimension.
 """
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from lockstep.engines.rollout.embedded.paged_attention import PagedCache, blocks_of_heads, slots_of_heads
 from lockstep.models.attention import LayerOptions, additive_mask
+from lockstep.models.state_rows import RowStates, StateCore
 
 
 class CpuDecodeAttention:
@@ -22,10 +24,16 @@ class CpuDecodeAttention:
     tables:    blocks of each row, including those that the steps will fill; sorted by length, shortest first.
     positions: (steps, N) position of each row's new token in each step; all earlier tokens are in the cache. Not all steps need
                to be run. A finished row repeats its last position; its output is ignored.
+    slots:     (N,) state slots of the rows; None if no layer has a state.
     """
 
-    def __init__(self, cache: PagedCache, tables: Sequence[Sequence[int]], positions: Tensor) -> None:
+    def __init__(
+        self, cache: PagedCache, tables: Sequence[Sequence[int]], positions: Tensor, slots: Tensor | None = None
+    ) -> None:
         self.positions = positions
+        self._state_slots = slots
+        self._store = cache.states
+        self._states: dict[int, RowStates] = {}  # by layer_idx
         self.step = -1
         self._groups = [
             _RowGroup(cache, slice(start, stop), tables[start:stop], positions[:, start:stop])
@@ -49,10 +57,20 @@ class CpuDecodeAttention:
             outputs.append(group.attend(index, self.step, q, k, v, own))
         return torch.cat(outputs)[None]
 
+    def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
+        assert self._store is not None and self._state_slots is not None
+        index: int = layer.layer_idx  # type: ignore[assignment]
+        if index not in self._states:
+            self._states[index] = self._store.read(index, self._state_slots)
+        return core(x.transpose(0, 1), self._states[index]).transpose(0, 1)
+
     def write_back(self) -> None:
-        """Write the keys and values of all steps to the cache."""
+        """Write the keys and values of all steps, and the states after the last of them, to the cache."""
         for group in self._groups:
             group.write_back(self.step + 1)
+        for index, states in self._states.items():
+            assert self._store is not None and self._state_slots is not None
+            self._store.write(index, self._state_slots, states)
 
 
 def similar_lengths(tables: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

@@ -2,8 +2,8 @@
 
     rows ─► [ model ─► logits ─► sample ─► check stops ]* ─► tokens and log-probs, read at the end of the window
 
-The cached keys and values of all rows are gathered once per window. A row that has stopped keeps decoding (wasted) until the window
-ends, which happens as soon as a fixed share of the rows have stopped.
+The cached keys and values and the states of all rows are gathered once per window. A row that has stopped keeps decoding (wasted)
+until the window ends, which happens as soon as a fixed share of the rows have stopped.
 """
 
 from collections.abc import Sequence as Rows
@@ -57,7 +57,9 @@ class CpuDecoder:
         steps_S1 = np.arange(window.num_steps)[:, None]
         first_N = np.array([len(s.tokens) - 1 for s in sequences])
         positions_SN = torch.from_numpy(first_N + np.minimum(steps_S1, ends_N - 1))
-        attention = CpuDecodeAttention(runner.cache, [s.blocks for s in sequences], positions_SN)
+        state_slots = [s.state_slot for s in sequences if s.state_slot is not None]
+        slots_N = torch.tensor(state_slots) if state_slots else None
+        attention = CpuDecodeAttention(runner.cache, [s.blocks for s in sequences], positions_SN, slots_N)
         slots_SN = _cache_slots(sequences, positions_SN.numpy(), runner.block_size) if runner.records_routes else None
         tokens_N = torch.tensor([s.tokens[-1] for s in sequences])
         sampled = []

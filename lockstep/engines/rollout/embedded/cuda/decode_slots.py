@@ -1,7 +1,8 @@
 """Device-side state of the decoding sequences, in buffers that never move because CUDA graphs replay on them.
 
-Each decoding sequence has a slot: next token, position, seed, limits and sampling parameters (see `kernels/sampling.py`), and its
-block table. Each row of a decode step has a slot id; rows that pad the batch use the padding slot, which is never active.
+Each decoding sequence has a slot: next token, position, seed, limits and sampling parameters (see `kernels/sampling.py`), its
+block table and the number of its state slot. Each row of a decode step has a slot id; rows that pad the batch use the padding
+slot, which is never active.
 """
 
 from collections.abc import Sequence as Rows
@@ -19,6 +20,7 @@ class DecodeSlots:
     """
     slot_state, slot_options: (slots + 1, fields) of each slot's sequence.
     tables:                   (slots + 1, width) block tables.
+    state_slots:              (slots + 1,) state slots; unused if the model has no states.
     slot_ids:                 (R,) slot of each row of a step.
     tokens, positions:        (1, R) model inputs; cache_slots (R,) where their keys and values go.
     sampled, log_probs:       (steps, slots + 1) outputs; `step` is the current one.
@@ -37,6 +39,7 @@ class DecodeSlots:
         self.slot_state = zeros(num_slots + 1, sampling.STOPS + max_stop_ids)
         self.slot_options = zeros(num_slots + 1, sampling.NUM_OPTIONS, dtype=torch.float32)
         self.tables = zeros(num_slots + 1, table_width, dtype=torch.int32)
+        self.state_slots = zeros(num_slots + 1)
         self.slot_ids = zeros(num_rows, dtype=torch.int32)
         self.tokens, self.positions, self.cache_slots = zeros(1, num_rows), zeros(1, num_rows), zeros(num_rows)
         self.step = zeros(1, dtype=torch.int32)
@@ -63,6 +66,9 @@ class DecodeSlots:
             options = [(p.temperature, p.top_p, p.min_p) for p in params]
             self.slot_state.index_copy_(0, slots, self._upload([self._state(s) for s in new]))
             self.slot_options.index_copy_(0, slots, self._upload(options, torch.float32))
+            state_slots = [s.state_slot for s in new if s.state_slot is not None]
+            if state_slots:
+                self.state_slots.index_copy_(0, slots, self._upload(state_slots))
         return [self._assigned[_key(s)][0] for s in sequences]
 
     def set_tables(self, sequences: Rows[Sequence], slots: Rows[int]) -> None:

@@ -3,7 +3,7 @@
     begin_step (tokens, positions, cache slots from the decode slots) ─► model ─► logits ─► sample (token, log-prob, slot state)
 
 A step never returns to the host. Graphs hold addresses: the decode slots never move, the KV cache is reached through a tensor of
-addresses, and graphs are captured again if the parameters have moved.
+addresses, and graphs are captured again if the parameters or the states have moved.
 """
 
 import gc
@@ -19,6 +19,7 @@ from torch import Tensor
 from lockstep.engines.rollout.embedded.cuda.decode_attention import CudaDecodeAttention
 from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
+from lockstep.engines.rollout.embedded.state_slots import StateSlots
 from lockstep.kernels import sampling
 from lockstep.kernels.paged_decode import MAX_SPLITS, TILE
 from lockstep.utils.out_of_memory import is_out_of_memory
@@ -52,7 +53,7 @@ class DecodeGraphs:
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._routes: dict[tuple[int, bool], Tensor | None] = {}  # where each graph leaves `runner.routes`
         self._pool: Any = None
-        self._captured_at = 0  # moves of the parameters
+        self._captured_at = 0  # moves of the parameters and states
 
     def prepare(self, num_rows: int, filtered: bool) -> None:
         """Capture the graph for this batch if there is none; capturing resets the rows of the slots."""
@@ -142,9 +143,18 @@ class DecodeGraphs:
             positions[0],
             cache_slots,
             self.max_splits,
+            *self._states(slot_ids, cache_slots),
         )
         hidden = runner.forward(tokens, positions, attention)
         self.sample(runner.logits(hidden), slot_ids, filtered)
+
+    def _states(self, slot_ids: Tensor, cache_slots: Tensor) -> tuple[StateSlots, Tensor] | tuple[()]:
+        """The state slot of each row; rows that have stopped or pad the batch use the scratch slot."""
+        states = self.runner.cache.states if self.runner.cache is not None else None
+        if states is None:
+            return ()
+        own = self.slots.state_slots.index_select(0, slot_ids)
+        return states, own.masked_fill(cache_slots < 0, states.scratch)
 
 
 @contextmanager

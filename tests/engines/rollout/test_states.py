@@ -1,0 +1,296 @@
+"""The embedded engine on models with states: equal to transformers for every schedule, and no state of another sequence is seen."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.engines.rollout.embedded import prefill
+from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
+from lockstep.engines.rollout.embedded.sequence import Sequence
+from lockstep.engines.rollout.embedded.state_slots import (
+    PrefillStates,
+    RowGroup,
+    StateShape,
+    StateSlots,
+    bytes_per_slot,
+)
+from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.known_models import install_decoder_layers
+from lockstep.models.state_rows import RowStates
+from tests.engines.rollout.rollout_cases import (
+    assert_same,
+    embedded,
+    mixed_requests,
+    naive_log_probs,
+    transformers_greedy,
+)
+from tests.engines.rollout.test_out_of_memory import assert_consistent, most_rows, most_tokens, refuse
+from tests.models import architectures
+
+pytestmark = pytest.mark.first
+CPU = torch.device("cpu")
+
+
+def hybrid(model_type: str) -> Any:
+    model = architectures.tiny_model(model_type)
+    model.set_attn_implementation(ATTENTION_NAME)
+    install_decoder_layers(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return hybrid("qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> list[Completion]:
+    """Completions of `mixed_requests` when each request runs alone."""
+    engine = embedded(model, max_num_seqs=1, enable_prefix_caching=False)
+    return [engine.generate([request])[0] for request in mixed_requests()]
+
+
+def assert_all_free(engine: EmbeddedEngine) -> None:
+    assert_consistent(engine)
+    assert engine.blocks.num_free_slots == engine.blocks.num_slots > 0
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        "qwen3_next",  # Gated DeltaNet
+        pytest.param("bamba", marks=pytest.mark.slow),  # Mamba 2
+        pytest.param("lfm2", marks=pytest.mark.slow),  # short convolutions
+        "falcon_h1",  # attention and a state in one layer
+        pytest.param("nemotron_h", marks=pytest.mark.slow),  # layers with neither
+        pytest.param("mamba2", marks=pytest.mark.slow),  # no attention
+        pytest.param("mamba", marks=pytest.mark.slow),  # and its layers get no keyword arguments
+        pytest.param("jamba", marks=pytest.mark.slow),  # Mamba 1: no chunks from a state on
+    ],
+)
+def test_decoding_equals_transformers(model_type: str) -> None:
+    model = hybrid(model_type)
+    requests = mixed_requests(temperature=0.0)
+    engine = embedded(model)
+    completions = engine.generate(requests)
+    for request, completion in zip(requests, completions):
+        got, teacher_forced = torch.tensor(completion.log_probs), naive_log_probs(model, request, completion)
+        torch.testing.assert_close(got, teacher_forced, atol=1e-4, rtol=0)
+    assert [c.token_ids for c in completions[:4]] == [transformers_greedy(model, r) for r in requests[:4]]
+    assert_same(embedded(model, max_num_batched_tokens=9, num_blocks=20).generate(requests), completions)
+    assert_all_free(engine)
+    assert engine.scheduler.chunked == (model_type not in ("jamba", "mamba"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_num_seqs": 3, "max_num_batched_tokens": 7},
+        *(
+            pytest.param(changes, marks=pytest.mark.slow)
+            for changes in (
+                {},
+                {"max_num_batched_tokens": 1, "max_num_seqs": 4},
+                {"max_num_batched_tokens": 7, "enable_chunked_prefill": False},
+                {"enable_prefix_caching": False},
+            )
+        ),
+    ],
+)
+def test_the_schedule_does_not_change_the_result(
+    model: Any, expected: list[Completion], changes: dict[str, Any]
+) -> None:
+    engine = embedded(model, **changes)
+    assert_same(engine.generate(mixed_requests()), expected)
+    assert_all_free(engine)
+
+
+def test_samples_of_one_prompt_equal_separate_requests(model: Any) -> None:
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    requests = [GenerationRequest(list(range(3, 26)), params, seed=i) for i in range(8)]
+
+    def generate(**changes: Any) -> tuple[int, list[Completion]]:
+        engine = embedded(model, **changes)
+        engine.generate(requests[:1])  # with the model check
+        assert engine.step_loop is not None
+        before = engine.step_loop.num_prefill_tokens
+        completions = engine.generate(requests)
+        return engine.step_loop.num_prefill_tokens - before, completions
+
+    num_shared, shared = generate()
+    num_alone, alone = generate(enable_prefix_caching=False)
+    num_few_slots, few_slots = generate(max_num_seqs=3)
+    # of 8 samples 3 run at once: those that come later compute the prompt again, once for all that start together
+    assert (num_shared, num_alone, num_few_slots) == (23, 8 * 23, 3 * 23)
+    assert_same(shared, alone)
+    assert_same(few_slots, alone)
+    assert len({tuple(c.token_ids) for c in shared}) > 1
+
+
+def spoil_freed_slots(engine: EmbeddedEngine) -> None:
+    """A slot that is freed holds NaN."""
+    release = engine.scheduler.on_release
+
+    def spoil(sequence: Sequence) -> None:
+        release(sequence)
+        assert engine.runner is not None and engine.runner.cache is not None and engine.runner.cache.states is not None
+        for layer in engine.runner.cache.states.tensors.values():
+            for tensor in layer.values():
+                tensor[sequence.state_slot] = float("nan")
+
+    engine.scheduler.on_release = spoil
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_preempted_sequence_starts_from_an_empty_state(model: Any, expected: list[Completion], share: bool) -> None:
+    engine = embedded(model, num_blocks=20, enable_prefix_caching=share)
+    spoil_freed_slots(engine)
+    completions = engine.generate(mixed_requests())
+    assert sum(c.num_preempted for c in completions) > 0
+    assert_same(completions, expected)
+    assert_all_free(engine)
+
+
+def test_a_stale_state_would_be_seen(model: Any, expected: list[Completion], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a prompt begins with what its slot holds."""
+    engine = embedded(model, num_blocks=20)
+    engine.generate(mixed_requests()[:1])  # passes the model check
+    row_groups = prefill._row_groups
+    stale = lambda *args: [dataclasses.replace(group, is_fresh=False) for group in row_groups(*args)]  # noqa: E731
+    monkeypatch.setattr(prefill, "_row_groups", stale)
+    completions = engine.generate(mixed_requests())
+    assert [c.token_ids for c in completions] != [e.token_ids for e in expected]
+
+
+def test_aborted_requests_go_on_and_the_cache_may_be_dropped(model: Any, expected: list[Completion]) -> None:
+    engine, requests = embedded(model, max_num_seqs=4), mixed_requests()
+    spoil_freed_slots(engine)
+    completions: dict[int, Completion] = {}
+    with engine.serving():
+        for number, request in enumerate(requests):
+            engine.add(number, request)
+        for _ in range(2):
+            completions |= engine.step()
+        parts = engine.abort(engine.unfinished()[::2])
+        for number, part in parts.items():
+            engine.add(number, requests[number].after(part.token_ids))
+        while engine.unfinished():
+            completions |= {n: parts[n].then(c) if n in parts else c for n, c in engine.step().items()}
+        assert_all_free(engine)
+    assert_same([completions[i] for i in range(len(requests))], expected)
+    engine.sleep()
+    assert engine.runner is not None and engine.runner.cache is None and engine.blocks.num_slots == 0
+    assert_same(engine.generate(requests), expected)
+
+
+def test_changed_weights_are_used() -> None:
+    model, requests = hybrid("qwen3_next"), mixed_requests(temperature=0.0)[:3]
+    engine = embedded(model)
+    before = engine.generate(requests)
+    name = next(
+        name for name, _ in model.named_parameters() if "linear_attn" in name and name.endswith("out_proj.weight")
+    )
+    engine.update_weights(iter([(name, -model.state_dict()[name])]))
+    after = engine.generate(requests)
+    assert [c.token_ids for c in after] != [c.token_ids for c in before]
+    assert [c.token_ids for c in after] == [transformers_greedy(model, r) for r in requests]
+
+
+@pytest.mark.parametrize(
+    ("method", "too_large", "changes"),
+    [
+        ("forward", most_rows(3), {"num_blocks": 24}),
+        ("forward", most_tokens(30), {}),
+        ("logits", lambda hidden: len(hidden) > 2, {}),
+    ],
+)
+def test_out_of_memory_does_not_change_the_result(
+    model: Any, expected: list[Completion], method: str, too_large: Any, changes: dict[str, Any]
+) -> None:
+    engine = embedded(model, **changes)
+    refuse(engine, method, too_large)
+    spoil_freed_slots(engine)
+    assert_same(engine.generate(mixed_requests()), expected)
+    assert engine.lowered_limits()
+    assert_all_free(engine)
+
+
+def test_states_that_do_not_fit_lower_the_sequences_at_once(
+    model: Any, expected: list[Completion], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = embedded(model)
+    grow = StateSlots.__init__
+
+    def limited(self: StateSlots, layers: Any, num_slots: int, device: Any) -> None:
+        if num_slots > 3:
+            raise MemoryError
+        grow(self, layers, num_slots, device)
+
+    monkeypatch.setattr(StateSlots, "__init__", limited)
+    engine._model_is_checked = True  # so that all slots are asked for at once
+    assert_same(engine.generate(mixed_requests()), expected)
+    assert engine.blocks.num_slots == engine.scheduler.max_num_seqs == 2
+    assert engine.lowered_limits()["perf/rollout_limit/max_num_seqs"] == 2
+    assert "out of memory for the states of 5 sequences" in caplog.text
+
+
+def test_memory_is_shared_by_states_and_blocks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = embedded(model).runner
+    assert runner is not None
+    state = bytes_per_slot(runner.layer_states())
+    block = 4 * sum(shape.bytes_per_token for shape in runner.layers().values())
+    monkeypatch.setattr(type(runner), "_cache_bytes", lambda self, utilization: 10 * (state + 5 * block))
+    assert runner.max_num_slots(0.5, blocks_per_slot=5) == 9
+    assert runner.max_num_blocks(0.5, num_slots=9) == 50
+
+
+def test_several_ranks_cannot_hold_a_state(model: Any) -> None:
+    engine = embedded(model)
+    runner: Any = engine.runner
+    runner.tensor_group = type("Group", (), {"size": 2})()
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2: .* layers with a state.* set 1"):
+        runner.layer_states()
+
+
+def test_a_layer_that_keeps_its_state_to_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"RecurrentBlock keeps its state to itself; .*rollout.name=hf"):
+        embedded(hybrid("recurrent_gemma")).generate(mixed_requests())
+
+
+def test_slots_grow_and_are_copied() -> None:
+    store = StateSlots({3: {("conv", 0): StateShape((2,), torch.float32)}}, 2, CPU)
+    store.write(3, torch.tensor([1, 0]), RowStates({("conv", 0): torch.tensor([[1.0, 2.0], [3.0, 4.0]])}))
+    store.grow(4)
+    store.copy([(1, 3), (0, 1)])
+    rows = store.read(3, torch.arange(store.scratch + 1)).tensors["conv", 0]
+    assert rows.tolist() == [[3, 4], [3, 4], [0, 0], [1, 2], [0, 0]]
+    with pytest.raises(AssertionError, match="layer 3"):
+        store.write(3, torch.tensor([0]), RowStates())
+
+
+def test_prefill_rows_of_each_length_are_computed_together() -> None:
+    """A core that adds up its tokens, from the state of a slot or from nothing."""
+    store = StateSlots({0: {("recurrent", 0): StateShape((1,), torch.float32)}}, 3, CPU)
+    calls = []
+
+    def add_up(rows: torch.Tensor, states: RowStates) -> torch.Tensor:
+        calls.append(tuple(rows.shape))
+        total = rows.cumsum(1) + states.tensors.get(("recurrent", 0), torch.zeros(1))[:, None]
+        states.tensors["recurrent", 0] = total[:, -1]
+        return total
+
+    def groups(is_fresh: bool) -> list[RowGroup]:
+        return [RowGroup(0, 1, torch.tensor([1]), is_fresh), RowGroup(1, 2, torch.tensor([2, 0]), is_fresh)]
+
+    tokens = torch.tensor([1.0, 10.0, 20.0, 100.0, 200.0])[None, :, None]
+    for is_fresh, expected in (
+        (True, [1.0, 10.0, 30.0, 100.0, 300.0]),
+        (False, [2.0, 40.0, 60.0, 400.0, 600.0]),
+        (True, [1.0, 10.0, 30.0, 100.0, 300.0]),
+    ):
+        out = PrefillStates(store, groups(is_fresh)).mix(0, add_up, tokens)
+        assert out.flatten().tolist() == expected
+    assert calls == [(1, 1, 1), (2, 2, 1)] * 3
