@@ -159,7 +159,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         return context.attend(attention, q, k, v, options).flatten(2)
 
     def _mlp(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
-        """The MLP's output, added to `stream` if given. A block of experts is called as it is; its experts are `models/experts.py`."""
+        """The MLP's output, added to `stream` if given. Experts: `models/experts.py`, in their own block."""
         mlp = self.mlp
         if self.activation is None:
             out = mlp(x)
