@@ -70,7 +70,7 @@ _ROBERTA = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xl
 OWN_FORWARD: dict[str, str] = {
     **dict.fromkeys(_ROBERTA, "it counts positions by itself"),
     "doge": "it builds its own attention mask",
-    **dict.fromkeys(("moshi", "nemotron"), "it does not pass keyword arguments to its attention"),
+    "moshi": "it does not pass keyword arguments to its attention",
 }
 """Model types that use the AttentionInterface but cannot compute on packed tokens, and why."""
 
