@@ -189,8 +189,10 @@ class ModelRunner:
                 self._note_state_moves(cache)
 
     def _note_state_moves(self, cache: PagedCache) -> None:
+        """CUDA graphs hold the addresses of the states and the number of the scratch slot."""
         if cache.states is not None:
-            addresses = tuple(t.data_ptr() for layer in cache.states.tensors.values() for t in layer.values())
+            tensors = [tensor for layer in cache.states.tensors.values() for tensor in layer.values()]
+            addresses = (cache.states.scratch, *(tensor.data_ptr() for tensor in tensors))
             self.num_moves += addresses != self._state_addresses
             self._state_addresses = addresses
 

@@ -125,3 +125,23 @@ class PrefillStates:
             outputs.append(core(rows, states).flatten(0, 1))
             self.store.write(layer_idx, group.slots, states)
         return torch.cat(outputs)[None]
+
+
+class DecodeStates:
+    """Layers with a state in a decode step of one token per row, for CUDA graphs: shapes are fixed, nothing waits for the device.
+
+    slots:     (T,) state slot of each row.
+    is_active: (T,) False for rows that have stopped or pad the batch. They use the scratch slot: their own may be another
+               sequence's by now.
+    """
+
+    def __init__(self, store: StateSlots, slots: Tensor, is_active: Tensor) -> None:
+        self.store = store
+        self.slots = slots.masked_fill(~is_active, store.scratch)
+
+    def mix(self, layer_idx: int, core: StateCore, x: Tensor) -> Tensor:
+        """x (1, T, C) -> (1, T, C')."""
+        states = self.store.read(layer_idx, self.slots)
+        out = core(x.transpose(0, 1), states).transpose(0, 1)
+        self.store.write(layer_idx, self.slots, states)
+        return out
