@@ -1,6 +1,6 @@
 """What the audits of the controller cost in a step, each alone, on a made-up batch and without any model.
 
-    python benchmarks/controller_audits.py [--prompts 64 --samples 8 --prompt 256 --response 512 --step-s 5.53] [--json out.json]
+    python -m benchmarks.controller_audits [--prompts 64 --samples 8 --prompt 256 --response 512 --step-s 5.53] [--json out.json]
 
 --step-s: seconds of a step to compare with; the default is that of 16 x 8 samples of 512 + 1024 tokens, 1.5B, on one GPU
 (docs/performance.md). Times are CPU time of one thread, the median of several calls. The probe is four rows of a function that
@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
@@ -28,7 +27,7 @@ from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 from lockstep.protocol.tokens import lengths_of, pack
 from lockstep.rewards.managers import NaiveRewardManager
-from lockstep.trainer.ppo.audit import IdleSteps, check_finite, check_policy_version, rollout_gap
+from lockstep.trainer.ppo.audit import check_finite, check_policy_version, check_spread, rollout_gap
 from lockstep.trainer.ppo.data_order import DrawnPrompts
 from lockstep.trainer.ppo.reward_probe import EVERY, RewardProbe
 from lockstep.trainer.ppo.rollout_sources.synchronous import SynchronousSource
@@ -36,12 +35,9 @@ from lockstep.trainer.ppo.round_trip import RoundTrip
 from lockstep.utils.audit import Audits
 from lockstep.utils.rollout_gap import GapBound
 from lockstep.workers.rollout_batch import batch_of
+from tests.tiny import tiny_tokenizer
 
 VOCABULARY = 259
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 COLUMNS = ("old_log_probs", "ref_log_prob", "token_level_rewards", "advantages", "returns")
 
 
@@ -68,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measured(args: argparse.Namespace) -> dict[str, float]:
     """Seconds per step by audit."""
-    tokenizer = make_tokenizer()
+    tokenizer = tiny_tokenizer()
     settings = [f"actor_rollout_ref.rollout.n={args.samples}", f"data.max_prompt_length={args.prompt + 1}"]
     config = load_config(PPOConfig, settings, run_checks=False)
     batch = make_batch(args, tokenizer)
@@ -88,7 +84,7 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
         prompts.check(audits, batch)
 
     def reward_probe() -> None:
-        probe.check(audits, batch, EVERY)
+        probe.check(audits, batch, EVERY, args.step_s)
 
     calls: dict[str, Callable[[], object]] = {
         "finite": lambda: check_finite(audits, batch, *COLUMNS),
@@ -96,7 +92,7 @@ def measured(args: argparse.Namespace) -> dict[str, float]:
         "policy_version": lambda: check_policy_version(audits, batch, 3),
         "token_round_trip": lambda: round_trip.check(audits, batch, next(steps)),
         "rollout_gap": lambda: rollout_gap(audits, batch, GapBound(torch.bfloat16)),
-        "advantages": lambda: IdleSteps(audits).note(batch),
+        "advantages": lambda: check_spread(audits, batch),
         "reward_probe": reward_probe,
     }
     seconds = {name: median_s(call, args.repeats) for name, call in calls.items()}
@@ -112,23 +108,6 @@ def median_s(call: Callable[[], object], repeats: int) -> float:
         call()
         times.append(time.process_time() - began)
     return statistics.median(times)
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, plus those of a chat template."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*special, *alphabet])}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=special[1:2],
-    )
-    fast.chat_template = TEMPLATE
-    return fast
 
 
 def make_batch(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> DataProto:

@@ -85,7 +85,11 @@ def resume_path(values: Values) -> Iterator[Problem]:
             yield Problem("trainer.resume_from_path", path, "no such folder")
 
 
-def on_hang(values: Values) -> Iterator[Problem]:
+def watchdog(values: Values, phases: Collection[str]) -> Iterator[Problem]:
+    """phases: those of the program."""
+    for name in values["trainer.watchdog.deadlines_s"]:
+        if name not in phases and not name.startswith("reward "):  # a reward of an ensemble
+            yield Problem("trainer.watchdog.deadlines_s", name, no_such_name(name, phases, "phase"))
     action = values["trainer.on_hang"]
     if action != "warn" and not values["trainer.watchdog.enable"]:
         message = "nothing watches the run; set trainer.watchdog.enable=true, or trainer.on_hang=warn"

@@ -23,6 +23,7 @@ from lockstep.config.roles import SECTIONS, sections_of
 from lockstep.config.run_names import earlier_default
 from lockstep.config.schema import defaults, flat_values, get_in, keys, out_of_bounds
 from lockstep.config.train_engines import engine_settings, ranks_per_sequence
+from lockstep.config.watchdog import RL_PHASES
 from lockstep.config.without_effect import without_effect
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -47,7 +48,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         checks.fixed_values(values),
         _files(values, models),
         checks.remote_store(config),
-        checks.on_hang(values),
+        checks.watchdog(values, RL_PHASES),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         () if config.trainer.val_only else setting_problems(config),
         _lengths(config, values),

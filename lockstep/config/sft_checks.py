@@ -15,6 +15,7 @@ from lockstep.config.roles import SUPERVISED
 from lockstep.config.schema import defaults, flat_values, out_of_bounds
 from lockstep.config.sft import SFTConfig, SupervisedConfig
 from lockstep.config.train_engines import engine_settings, ranks_per_sequence
+from lockstep.config.watchdog import SUPERVISED_PHASES
 from lockstep.config.without_effect import Reason, engine_reasons, notices, profiler_reasons
 
 _ENGINE, _STRATEGY = SUPERVISED.fsdp, SUPERVISED.strategy
@@ -44,7 +45,7 @@ def check_supervised(config: SupervisedConfig) -> tuple[list[Problem], list[str]
         checks.class_name(values, "data.custom_cls.path", "data.custom_cls.name"),
         checks.resume_path(values),
         checks.remote_store(config),
-        checks.on_hang(values),
+        checks.watchdog(values, SUPERVISED_PHASES),
         _ranks(config, values),
         _budget(config, values, sequences=1 if isinstance(config, SFTConfig) else 2),
         _dpo(values) if isinstance(config, DPOConfig) else (),

@@ -7,6 +7,22 @@ from lockstep.config.bounds import PositiveFloat, SecondsByName
 
 OnHang = Literal["warn", "stop", "restart"]
 
+HEARTBEAT = "heartbeat"
+"""In `deadlines_s`: how long a process may be silent while nothing moves."""
+BETWEEN = "between phases"
+"""The run's thread, while it has no phase."""
+_ALL_PROGRAMS = (
+    *(HEARTBEAT, BETWEEN, "start the run", "check the model", "read a batch", "validation", "save checkpoint"),
+    *("log metrics", "write the profile", "copy the last checkpoint", "close the trackers"),
+)
+RL_PHASES = (
+    *(*_ALL_PROGRAMS, "load models", "generate", "greedy baselines", "reward model", "rewards", "old log-probs"),
+    *("reference log-probs", "values", "advantages", "update critic", "update actor", "send weights to the rollout"),
+    *("write rollouts", "callback", "repair the rollout"),
+)
+SUPERVISED_PHASES = (*_ALL_PROGRAMS, "load the model", "compute reference log-probs", "forward", "update")
+"""Names that `deadlines_s` may have: phases of a run that the watchdog sees."""
+
 
 @dataclass(frozen=True)
 class WatchdogConfig:

@@ -29,7 +29,7 @@ def text_rows(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 def own_outputs(model: TokenModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
     """Log-probs (L - 1) of every token after the first of each row, or the score () of each row."""
     batch = _batch(rows)
-    layout: Layout = "packed" if computes_packed(model.transformer) else "rows"
+    layout: Layout = "packed" if computes_packed(model.transformer) else "aligned"
     on_device = forward_rows(batch, torch.device("cpu"), layout)
     if not isinstance(model, PolicyModel):
         return list(model(on_device, at_end=True)["score"])

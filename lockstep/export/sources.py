@@ -30,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from lockstep.config.model import HFModelConfig
 from lockstep.engines.train.shard_reader import ShardTensors
 from lockstep.export.outputs import own_outputs, plain_outputs
+from lockstep.models.decoder import decoder_of
 from lockstep.models.export import save_policy, save_scalar_model, save_tensors
 from lockstep.models.four_bit import linears_to_quantize, rounded_to_4bit
 from lockstep.models.known_models import install_decoder_layers
@@ -171,7 +172,7 @@ class Shards(Source):
         whole = meta_model(AutoModelForCausalLM, config, dtype, trust_remote_code=self._base.trust_remote_code)
         if self.is_scalar:
             head = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, dtype=dtype, device="meta")
-            model: TokenModel = ScalarModel(whole.get_decoder(), head)
+            model: TokenModel = ScalarModel(decoder_of(whole), head)
         else:
             self._set_generation_config(whole)
             model = PolicyModel(whole)

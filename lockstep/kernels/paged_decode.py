@@ -34,7 +34,7 @@ def _base2_logits(products, scale, SOFTCAP: tl.constexpr):
 def _decode(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, stats_ptr, sinks_ptr,
     addresses_ptr, tables_ptr, slot_ids_ptr, positions_ptr, cache_slots_ptr,
-    q_head, q_token, k_head, k_token, v_head, v_token, table_width, scale, window, splits,
+    q_head, q_token, k_head, k_token, v_head, v_token, table_width, scale, window, chunk, splits,
     G: tl.constexpr, G_PADDED: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr,
     DV: tl.constexpr, DV_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
@@ -75,7 +75,7 @@ def _decode(
             total = weight + tl.exp2(sink - m)
         acc = acc + weight[:, None] * v_new.to(tl.float32)[None, :]
 
-    first = tl.maximum(position - window + 1, 0)
+    first = tl.maximum(position - window + 1, position // chunk * chunk)
     share = tl.cdiv(tl.cdiv(position - first, splits), TILE) * TILE
     start = first + split * share
     stop = tl.minimum(start + share, position)
@@ -159,6 +159,7 @@ def decode_attention(
     splits: int,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """query (1, H, T, D), key and value (1, HK, T, D) of one new token of each of T rows -> (1, T, H, DV).
 
@@ -167,7 +168,7 @@ def decode_attention(
     positions:   (T,) position of each new token, i.e. the number of cached tokens of its row.
     cache_slots: (T,) where the new token is written, block * block_size + offset; -1 for nowhere.
     splits:      programs that share the cached tokens of one row and key head, at most `MAX_SPLITS`.
-    window, softcap, sinks: as in `LayerOptions`.
+    window, softcap, sinks, chunk: as in `LayerOptions`.
     """
     _, num_heads, length, dim = query.shape
     key_heads, value_dim = key.shape[1], value.shape[-1]
@@ -182,7 +183,8 @@ def decode_attention(
     tensors = (query, key, value, out, partial, stats, sinks, addresses, tables, slot_ids, positions, cache_slots)
     strides = [stride for t in (query, key, value) for stride in t.stride()[1:3]]
     _decode[(length, key_heads, splits)](
-        *tensors, *strides, tables.stride(0), scale, (1 << 30) if window is None else window, splits,
+        *tensors, *strides, tables.stride(0), scale, (1 << 30) if window is None else window,
+        (1 << 30) if chunk is None else chunk, splits,
         G=groups, G_PADDED=max(16, triton.next_power_of_2(groups)), HK=key_heads,
         D=dim, D_PADDED=max(16, triton.next_power_of_2(dim)),
         DV=value_dim, DV_PADDED=max(16, triton.next_power_of_2(value_dim)),

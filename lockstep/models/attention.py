@@ -26,6 +26,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from lockstep.kernels.ops import RowIndex, take_rows
+from lockstep.models.key_index import KeyIndex
 from lockstep.models.state_rows import PackedRows, StateCore, length_buckets
 from lockstep.utils.device import to_device
 
@@ -47,12 +48,30 @@ class LayerOptions:
     sliding_window: number of tokens that a query sees, itself included; None for all.
     softcap:        logits become softcap * tanh(logits / softcap) before the mask; None for no cap.
     sinks:          (H,) one more logit per query head, which takes probability but has no value; None for none.
+    chunk:          a query sees the tokens of its own chunk of this many positions; None for all (Llama 4).
+    index:          picks the keys that a query sees; its own are joined to those of the layer. None for all (DeepSeek-V3.2).
     """
 
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    chunk: int | None = None
+    index: KeyIndex | None = None
+
+    @property
+    def extent(self) -> tuple[int | None, int | None]:
+        """What the keys that a query may see depend on, beside its position."""
+        return self.sliding_window, self.chunk
+
+    def hides(self, position: Any, key: Any) -> Any:
+        """Whether a query does not see a key, by their positions in the sequence: arrays or tensors that broadcast."""
+        hidden = key > position
+        if self.sliding_window is not None:
+            hidden = hidden | (key <= position - self.sliding_window)
+        if self.chunk is not None:
+            hidden = hidden | (key < position // self.chunk * self.chunk)
+        return hidden
 
 
 class AttentionContext(Protocol):
@@ -76,32 +95,46 @@ def lockstep_attention(
     dropout: float = 0.0,
     *,
     lockstep_context: AttentionContext | None = None,
+    query_scale: Tensor | None = None,
+    indices: KeyIndex | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Dropout is ignored: it would change the log-probs."""
+    """Dropout is ignored: it would change the log-probs.
+
+    query_scale: (B, T) factor of each query. indices: what `models/attention_variants.py` lets an indexer return.
+    """
     if lockstep_context is None:
         raise RuntimeError(
             f"{type(module).__name__} got no attention context: the model does not hand keyword arguments down to its "
             "attention layers, or was called outside the engines. Use actor_rollout_ref.rollout.name=hf for such a model."
         )
     _refuse_unserved(module, attention_mask, kwargs)
+    if query_scale is not None:
+        query = (query * query_scale[:, None, :, None]).to(query.dtype)
+    if indices is not None:
+        key = indices.join_keys(key)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    options = LayerOptions(scaling, kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux"))
+    window, chunk = (kwargs["sliding_window"], None) if "sliding_window" in kwargs else _extent_in_config(module)
+    options = LayerOptions(scaling, window, kwargs.get("softcap"), kwargs.get("s_aux"), chunk, indices)
     return lockstep_context.attend(module, query, key, value, options), None
+
+
+def require_context(layer: nn.Module, context: AttentionContext | None, config: Any) -> None:
+    """RuntimeError if a layer with a state got no context though the model is to compute with one."""
+    if context is None and config._attn_implementation == ATTENTION_NAME:
+        raise RuntimeError(
+            f"{type(layer).__name__} got no attention context: its state would run from one packed row into the next. The model "
+            "does not hand keyword arguments down to its layers, or was called outside the engines."
+        )
 
 
 AttentionInterface.register(ATTENTION_NAME, lockstep_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)
 
 
-def no_mask(device: torch.device, context: AttentionContext | None = None) -> Tensor:
-    """A placeholder that transformers passes through: it builds no mask if it is given one of four dimensions.
-
-    context: carried along, for a model that hands its layers the mask but no keyword arguments (Mamba).
-    """
-    mask: Any = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-    mask.lockstep_context = context
-    return mask  # type: ignore[no-any-return]
+def no_mask(device: torch.device) -> Tensor:
+    """A placeholder that transformers passes through: it builds no mask if it is given one of four dimensions."""
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def _refuse_unserved(module: nn.Module, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> None:
@@ -116,13 +149,16 @@ def _refuse_unserved(module: nn.Module, attention_mask: Tensor | None, kwargs: d
     for key, value in kwargs.items():
         if key not in SERVED | HARMLESS and value is not None and value is not False:
             raise ValueError(f"{name} passes {key} to its attention function, which is not supported")
-    if "sliding_window" not in kwargs:  # the model may apply a window in its mask alone, which `no_mask` replaces
-        config = getattr(module, "config", None)
-        layer_types = getattr(config, "layer_types", None)
-        windowed = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-        kind = layer_types[module.layer_idx] if layer_types else windowed
-        if kind in ("sliding_attention", "chunked_attention"):
-            raise ValueError(f"{name} applies {kind} by its own mask alone, which packed computation would drop")
+
+
+def _extent_in_config(module: Any) -> tuple[int | None, int | None]:
+    """Sliding window and chunk of a layer that passes none: its model applies them in its mask, which `no_mask` replaces."""
+    config = getattr(module, "config", None)
+    layer_types = getattr(config, "layer_types", None)
+    kind = layer_types[module.layer_idx] if layer_types else "sliding_attention"
+    window = getattr(config, "sliding_window", None) if kind == "sliding_attention" else None
+    chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+    return window, chunk
 
 
 class PackedAttention:
@@ -146,11 +182,18 @@ class PackedAttention:
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))  # (T, H, D)
-        if options.sliding_window is not None and options.sliding_window >= self.max_key_length:
+        window, chunk, index = options.sliding_window, options.chunk, options.index
+        if window is not None and window >= self.max_key_length:
             options = replace(options, sliding_window=None)
+        if chunk is not None and chunk >= self.max_key_length:
+            options = replace(options, chunk=None)
+        if index is not None and index.topk >= self.max_key_length:
+            options = replace(options, index=None)
+            k = k[..., : q.shape[-1]]
         half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
         fits = query.shape[-1] == value.shape[-1] and query.shape[-1] in FLASH_HEAD_DIMS
-        attend = self._flash if half and fits and options.softcap is None else self._bucketed
+        plain = options.softcap is None and options.chunk is None and options.index is None
+        attend = self._flash if half and fits and plain else self._bucketed
         return attend(q, k, v, options)[None]
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
@@ -197,20 +240,28 @@ class PackedAttention:
 
     def _bucketed(self, q: Tensor, k: Tensor, v: Tensor, options: LayerOptions) -> Tensor:
         query_index, key_index, token_index = self._bucket_index
-        rows_q = _split_rows(q.index_select(0, query_index), [rows.queries.shape for rows in self.buckets])
+        shapes = [rows.queries.shape for rows in self.buckets]
+        rows_q = _split_rows(q.index_select(0, query_index), shapes)
         rows_k, rows_v = (
             _split_rows(t.index_select(0, key_index), [rows.keys.shape for rows in self.buckets]) for t in (k, v)
         )
+        indices: list[KeyIndex] | None = None
+        if options.index is not None:
+            indices = options.index.tokens(query_index).split(shapes)
         outputs = []
         gqa = q.shape[1] != k.shape[1]
         for place, (rows, of_q, of_k, of_v) in enumerate(zip(self.buckets, rows_q, rows_k, rows_v)):
+            unpicked = None
+            if indices is not None:
+                of_k, scored = indices[place].split_keys(of_k, q.shape[-1])
+                unpicked = indices[place].hide_others(scored, rows.hidden(options, q.device))
             if options.softcap is None and options.sinks is None:
-                mask = rows.mask(options.sliding_window, q)
+                mask = rows.mask(options, q) if unpicked is None else additive_mask(unpicked, q.dtype)[:, None]
                 out = F.scaled_dot_product_attention(
                     of_q, of_k, of_v, mask, is_causal=mask is None, scale=options.scaling, enable_gqa=gqa
                 )
             else:
-                out = eager_attention(of_q, of_k, of_v, self._positions[place], options)
+                out = eager_attention(of_q, of_k, of_v, self._positions[place], options, unpicked)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, token_index)
 
@@ -256,6 +307,8 @@ class PaddedAttention:
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         num_rows = len(query)
         q, k, v = (t.transpose(1, 2).flatten(0, 1)[self._tokens].transpose(0, 1)[None] for t in (query, key, value))
+        if options.index is not None:
+            options = replace(options, index=options.index.tokens(self._tokens))
         out = self._packed.attend(layer, q, k, v, options)[0]
         return self._pad(out, num_rows)
 
@@ -268,10 +321,18 @@ class PaddedAttention:
         return padded.unflatten(0, (num_rows, -1))
 
 
-def eager_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, options: LayerOptions) -> Tensor:
+def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 if a key is seen, else -inf: scaled_dot_product_attention would convert a bool mask in every layer."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
+
+
+def eager_attention(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, options: LayerOptions, unpicked: Tensor | None = None
+) -> Tensor:
     """Attention with softcap and sinks: query (N, H, Q, D), key and value (N, HK, K, D) -> (N, H, Q, D).
 
     positions: (N or 1, Q) index of each query among its keys; it sees no later ones.
+    unpicked:  (N, Q, K) keys that an index hides, if the layer has one.
 
     The scores are computed in pieces of rows and queries, and again in the backward: at most `MAX_SCORES` exist at a time.
     """
@@ -279,17 +340,22 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor
     scores_per_query = num_heads * key.shape[2]
     rows = max(1, MAX_SCORES // (scores_per_query * length))
     queries = max(1, MAX_SCORES // (scores_per_query * rows))
+    if unpicked is None:
+        unpicked = positions.new_zeros((1, 1, 1), dtype=torch.bool).expand(num_rows, length, 1)
     outputs = []
-    for q, k, v, p in zip(*(t.split(rows) for t in (query, key, value, positions.expand(num_rows, length)))):
+    per_row = (query, key, value, positions.expand(num_rows, length), unpicked)
+    for q, k, v, p, u in zip(*(t.split(rows) for t in per_row)):
         pieces = [
             checkpoint(_eager_piece, *piece, k, v, options, use_reentrant=False, preserve_rng_state=False)
-            for piece in zip(q.split(queries, 2), p.split(queries, 1))
+            for piece in zip(q.split(queries, 2), p.split(queries, 1), u.split(queries, 1))
         ]
         outputs.append(torch.cat(pieces, 2))
     return torch.cat(outputs)
 
 
-def _eager_piece(query: Tensor, positions: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+def _eager_piece(
+    query: Tensor, positions: Tensor, unpicked: Tensor, key: Tensor, value: Tensor, options: LayerOptions
+) -> Tensor:
     num_rows, num_heads, length, _ = query.shape
     num_key_heads, num_keys = key.shape[1:3]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -298,11 +364,8 @@ def _eager_piece(query: Tensor, positions: Tensor, key: Tensor, value: Tensor, o
     scores = scores.view(num_rows, num_heads, length, num_keys)
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
-    distance = positions[:, None, :, None] - torch.arange(num_keys, device=query.device)
-    hidden = distance < 0
-    if options.sliding_window is not None:
-        hidden |= distance >= options.sliding_window
-    scores = scores.masked_fill(hidden, -math.inf)
+    hidden = options.hides(positions[:, :, None], torch.arange(num_keys, device=query.device)) | unpicked
+    scores = scores.masked_fill(hidden[:, None], -math.inf)
     total = scores.logsumexp(-1, keepdim=True)
     if options.sinks is not None:
         total = torch.logaddexp(total, options.sinks.to(dtype)[:, None, None])
@@ -363,22 +426,25 @@ class _Rows:
         same = bool((before == before[0]).all())
         # padding sees at least one key: the softmax of nothing is NaN
         self.positions = np.minimum((before[:1] if same else before) + query, self.keys.shape[1] - 1)
-        self._masks: dict[int | None, Tensor | None] = {}
+        self._masks: dict[tuple[int | None, int | None], Tensor | None] = {}
 
-    def mask(self, window: int | None, like: Tensor) -> Tensor | None:
-        """(N or 1, 1, Q, K): 0 if the query sees the key, else -inf; None if `is_causal` says the same.
+    def mask(self, options: LayerOptions, like: Tensor) -> Tensor | None:
+        """(N or 1, 1, Q, K): 0 if the query may see the key, else -inf; None if `is_causal` says the same.
 
-        Float, because scaled_dot_product_attention would convert a bool mask in every layer. like: gives dtype and device.
+        like: gives dtype and device.
         """
-        if window not in self._masks:
+        if options.extent not in self._masks:
             mask = None
-            if self._has_prefix or window is not None:
-                distance = self.positions[:, None, :, None] - np.arange(self.keys.shape[1])
-                seen = (distance >= 0) & (distance < (window or math.inf))
-                mask = torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf)))
-                mask = to_device(mask.to(like.dtype), like.device)
-            self._masks[window] = mask
-        return self._masks[window]
+            if self._has_prefix or options.extent != (None, None):
+                mask = additive_mask(self.hidden(options, torch.device("cpu")), like.dtype)
+                mask = to_device(mask[:, None], like.device)
+            self._masks[options.extent] = mask
+        return self._masks[options.extent]
+
+    def hidden(self, options: LayerOptions, device: torch.device) -> Tensor:
+        """(N or 1, Q, K): whether the query may not see the key."""
+        hidden = options.hides(self.positions[:, :, None], np.arange(self.keys.shape[1]))
+        return to_device(torch.from_numpy(hidden), device)
 
 
 def _split_rows(tokens: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

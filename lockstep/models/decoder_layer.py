@@ -18,22 +18,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.kernels.activation_memory import layer_bytes
-from lockstep.kernels.ops import (
-    Activation,
-    NormKind,
-    add_linear,
-    gated_linear,
-    joint_linear,
-    linear_and_adapter,
-    norm,
-    norm_stream,
-    rotary,
-)
+from lockstep.kernels.ops import NormKind, add_linear, joint_linear, linear_and_adapter, norm, rotary
 from lockstep.models.attention import AttentionContext, LayerOptions
-from lockstep.models.tensor_group import TensorGroup
+from lockstep.models.stream_layer import StreamLayer, norm_eps
 
 Rope = tuple[Tensor, Tensor]
 
@@ -52,6 +41,7 @@ class LayerForm:
     rope_on:    all layers, or only those with a sliding window (Cohere 2); SmolLM3's `use_rope` is read too.
     window:     where the sliding window is found: an attribute of the attention module, or the config.
     softcap:    whether attention logits are capped at the attention module's `attn_logit_softcapping`.
+    gate:       whether q_proj gives each head a query and a gate, whose sigmoid multiplies the head's output (Qwen3-Next).
     """
 
     norm: NormKind = "rms"
@@ -62,25 +52,20 @@ class LayerForm:
     rope_on: Literal["all", "sliding"] = "all"
     window: Literal["module", "config"] = "module"
     softcap: bool = False
+    gate: bool = False
 
 
-class DecoderLayer(GradientCheckpointingLayer):
-    """layer: the transformers layer that this one replaces; both have the same children.
-
-    tensor_group: ranks that hold the weights together (`models/split_weights.py`); heads are counted per rank then.
-    """
+class DecoderLayer(StreamLayer):
+    """layer: the transformers layer that this one replaces. Heads are counted per rank if a `tensor_group` holds the weights."""
 
     self_attn: Any
-    mlp: Any
-    reference: Any
 
     def __init__(self, layer: Any, form: LayerForm) -> None:
-        super().__init__()
-        self._modules = layer._modules
-        self.__dict__["reference"] = layer  # not a child
-        self.form = form
         attention = layer.self_attn
         config = layer.self_attn.config
+        hidden_act = getattr(config, "hidden_activation", None) or config.hidden_act
+        super().__init__(layer, attention.o_proj.out_features, form.norm, hidden_act)
+        self.form = form
         self.layer_idx: int = attention.layer_idx
         self.head_dim: int = attention.head_dim
         self.num_heads: int = config.num_attention_heads
@@ -90,8 +75,6 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.softcap: float | None = attention.attn_logit_softcapping if form.softcap else None
         self.use_rope = getattr(attention, "use_rope", True) and (form.rope_on == "all" or self.window is not None)
         self.residual_multiplier: float = getattr(layer, "residual_multiplier", 1.0)
-        self.activation = gate_activation(layer.mlp, config)
-        self.tensor_group: TensorGroup | None = None
 
     def forward(
         self,
@@ -141,10 +124,12 @@ class DecoderLayer(GradientCheckpointingLayer):
         names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         qkv = joint_linear(x, [getattr(attention, name) for name in names])
         width = self.num_key_heads * self.head_dim
-        q, k, v = qkv.split((self.num_heads * self.head_dim, width, width), -1)
+        q, k, v = qkv.split((self.query_width, width, width), -1)
         if form.qk_norm == "all":
             q, k = self._norm(attention, "q_norm", q), self._norm(attention, "k_norm", k)
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in (q, k, v))
+        if form.gate:
+            q, gate = q.unflatten(2, (-1, 2)).unbind(3)
         if form.qk_norm == "head":
             q, k = self._norm(attention, "q_norm", q), self._norm(attention, "k_norm", k)
         if v.requires_grad:
@@ -156,27 +141,8 @@ class DecoderLayer(GradientCheckpointingLayer):
                 rope = (torch.cat((rope[0], rope[0]), -1), torch.cat((rope[1], rope[1]), -1))
             q, k = rotary(q, k, *rope, interleaved=form.rope == "interleaved")
         options = LayerOptions(self.scaling, self.window, self.softcap, getattr(attention, "sinks", None))
-        return context.attend(attention, q, k, v, options).flatten(2)
-
-    def _mlp(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
-        """The MLP's output, added to `stream` if given. A block of experts is called as it is."""
-        mlp = self.mlp
-        if self.activation is None:
-            out = mlp(x)
-            out = self._sum(out[0] if isinstance(out, tuple) else out)
-            return out if stream is None else stream + out
-        names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
-        gate_up = joint_linear(x, [getattr(mlp, name) for name in names])
-        own_stream = None if stream is None else self._once(stream)
-        return self._sum(gated_linear(gate_up, mlp.down_proj, self.activation, own_stream))
-
-    def _once(self, stream: Tensor) -> Tensor:
-        """The stream as this rank's share of it: the sum over ranks contains it once."""
-        return stream if self.tensor_group is None else self.tensor_group.once(stream)
-
-    def _sum(self, share: Tensor) -> Tensor:
-        """The sum of what the ranks computed with their weights."""
-        return share if self.tensor_group is None else self.tensor_group.sum(share)
+        out = context.attend(attention, q, k, v, options).flatten(2)
+        return out * torch.sigmoid(gate.flatten(2)) if form.gate else out
 
     def _add(self, stream: Tensor, update: Tensor, norm_name: str) -> Tensor:
         if self.form.order in ("sandwich", "post"):
@@ -188,24 +154,18 @@ class DecoderLayer(GradientCheckpointingLayer):
         if self.form.order == "post":
             after: Any = self.post_attention_layernorm
             return stream.to(after.weight.dtype), stream
-        module = getattr(self, name)
-        return norm_stream(stream, module.weight, norm_eps(module), self.form.norm)
-
-    def _norm(self, owner: Any, name: str, x: Tensor) -> Tensor:
-        """The owner's norm of that name, if it has one."""
-        module = getattr(owner, name, None)
-        return x if module is None else norm(x, module.weight, norm_eps(module), self.form.norm)
+        return super()._norm_stream(name, stream)
 
     @property
-    def width(self) -> int:
-        """Entries of a token's residual stream."""
-        return int(self.self_attn.o_proj.out_features)
+    def query_width(self) -> int:
+        """Outputs of the query projection."""
+        return self.num_heads * self.head_dim * (2 if self.form.gate else 1)
 
     def activation_bytes(self, num_tokens: int, itemsize: int) -> int | None:
-        """What one forward keeps for the backward on CUDA without checkpointing; None if modules compute it their own way."""
+        """None if modules compute it their own way."""
         if self.activation is None or linear_and_adapter(self.self_attn.o_proj) is None:
             return None
-        heads = (self.num_heads + self.num_key_heads) * self.head_dim
+        heads = self.query_width + self.num_key_heads * self.head_dim
         return layer_bytes(num_tokens, self.width, heads, self.self_attn.config.intermediate_size, itemsize)
 
 
@@ -227,21 +187,6 @@ class FinalNorm(nn.Module):
             out: Tensor = self.reference(x)
             return out
         return norm(x, self.weight, norm_eps(self.reference), self.kind)
-
-
-def norm_eps(module: Any) -> float:
-    eps: float = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    return eps
-
-
-def gate_activation(mlp: Any, config: Any) -> Activation | None:
-    """The activation of a gated MLP of two or three linear layers; None for any other block."""
-    names = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")
-    if not any(all(hasattr(mlp, name) for name in linears) for linears in names):
-        return None
-    name = getattr(config, "hidden_activation", None) or config.hidden_act
-    known: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-    return known.get(name)
 
 
 @contextmanager

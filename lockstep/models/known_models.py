@@ -1,8 +1,8 @@
-"""Which transformers layers `models/decoder_layer.py` replaces, and how every other model computes.
+"""Which transformers layers `models/decoder_layer.py` and `models/state_layer.py` replace, and how every other model computes.
 
-    layer class in KNOWN_LAYERS ─► our decoder layer, on packed tokens
+    layer class in KNOWN_LAYERS, mixer class in KNOWN_MIXERS ─► our layers, on packed tokens
     attention through transformers' AttentionInterface ─► transformers' own layers under our attention function, on packed tokens
-    anything else (recurrent state, own attention or masks) ─► its own forward, one row at a time
+    anything else (own attention or masks) ─► its own forward, on rows padded on the right
 
 Whatever is chosen is compared with transformers' eager forward when an engine loads the model (`models/model_check.py`).
 """
@@ -13,8 +13,12 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.attention_variants import install_attention_variants
+from lockstep.models.decoder import decoder_of
 from lockstep.models.decoder_layer import DecoderLayer, FinalNorm, LayerForm
+from lockstep.models.state_layer import StateForm, StateLayer
 from lockstep.models.state_mixer import install_state_mixers
+from lockstep.models.stream_layer import StreamLayer
 
 KNOWN_LAYERS: dict[str, LayerForm] = {
     # Llama and its relatives (SmolLM, SmolLM2, Yi, DeepSeek-R1-Distill-Llama, ... are Llama by class)
@@ -47,24 +51,30 @@ KNOWN_LAYERS: dict[str, LayerForm] = {
     "Qwen3MoeDecoderLayer": LayerForm(),
     "Dots1DecoderLayer": LayerForm(),
     "GptOssDecoderLayer": LayerForm(norm="rms_wide", rope="half_table"),
+    # Layers of attention between layers with a state
+    "Qwen3NextDecoderLayer": LayerForm(norm="rms_offset", gate=True),
+    "Qwen3_5DecoderLayer": LayerForm(norm="rms_offset", gate=True),
+    "Qwen3_5MoeDecoderLayer": LayerForm(norm="rms_offset", gate=True),
 }
 """Name of a layer class in `transformers.models` -> its form."""
 
-_HEAD = "its head is more than one linear layer"
-_KWARGS = "it does not pass keyword arguments to its attention"
-_DECODER = "transformers names no decoder in it"
+_QWEN3_5 = StateForm(("in_proj_qkv", "in_proj_b", "in_proj_a", "in_proj_z"))
+KNOWN_MIXERS: dict[str, StateForm] = {
+    "Qwen3NextGatedDeltaNet": StateForm(("in_proj_qkvz", "in_proj_ba"), by_key_head=True),
+    "Qwen3_5GatedDeltaNet": _QWEN3_5,
+    "Qwen3_5MoeGatedDeltaNet": _QWEN3_5,
+}
+"""Name of the class of a layer's `linear_attn` -> the form of the layer with a state."""
+
+_ROBERTA = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
 OWN_FORWARD: dict[str, str] = {
-    **dict.fromkeys(("doge", "phimoe"), "it builds its own attention mask"),
-    **dict.fromkeys(
-        ("bert", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm"), _HEAD
-    ),
-    **dict.fromkeys(("hyperclovax", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"), _HEAD),
-    **dict.fromkeys(("moshi", "nemotron"), _KWARGS),
-    **dict.fromkeys(("mllama", "modernbert-decoder"), _DECODER),
+    **dict.fromkeys(_ROBERTA, "it counts positions by itself"),
+    "doge": "it builds its own attention mask",
+    **dict.fromkeys(("moshi", "nemotron"), "it does not pass keyword arguments to its attention"),
 }
 """Model types that use the AttentionInterface but cannot compute on packed tokens, and why."""
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 """Entries of `config.layer_types` that our attention function serves."""
 
 
@@ -80,29 +90,37 @@ STATE_MODELS: dict[str, frozenset[str]] = {
     "zaya": _HYBRID | {"hybrid_sliding"},
     **dict.fromkeys(("lfm2", "lfm2_moe"), frozenset({"conv"})),
 }
-"""Model types whose mixers `models/state_mixer.py` wraps -> the entries of `config.layer_types` beside `ATTENTION_LAYERS`."""
+"""Model types whose layers with a state compute on packed tokens -> entries of `config.layer_types` beside `ATTENTION_LAYERS`."""
 
 
 def install_decoder_layers(model: nn.Module) -> bool:
     """Replace the layers and the final norm of a transformers model; whether all of them are known (else nothing changes)."""
-    decoder: Any = model if hasattr(model, "layers") else model.get_decoder()  # type: ignore[operator]
+    decoder: Any = model if hasattr(model, "layers") else decoder_of(model)
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
         return False
-    if any(isinstance(layer, DecoderLayer) for layer in decoder.layers):
+    if any(isinstance(layer, StreamLayer) for layer in decoder.layers):
         return True
-    forms = [_form_of(layer) for layer in decoder.layers]
-    if any(form is None for form in forms):
+    found = [_our_layer(layer, decoder.config) for layer in decoder.layers]
+    layers = [layer for layer in found if layer is not None]
+    if len(layers) < len(decoder.layers):
         install_state_mixers(model)
+        install_attention_variants(model)
         return False
-    decoder.norm = FinalNorm(decoder.norm, forms[0].norm)  # type: ignore[union-attr]
-    decoder.layers = nn.ModuleList(DecoderLayer(layer, form) for layer, form in zip(decoder.layers, forms) if form)
+    decoder.norm = FinalNorm(decoder.norm, layers[0].norm_kind)
+    decoder.layers = nn.ModuleList(layers)
     return True
 
 
-def _form_of(layer: nn.Module) -> LayerForm | None:
-    if not type(layer).__module__.startswith("transformers.models."):
+def _our_layer(layer: nn.Module, config: Any) -> StreamLayer | None:
+    """The layer of ours that computes with the children of a transformers layer, if it is known."""
+    form = KNOWN_LAYERS.get(type(layer).__name__)
+    if form is None or not type(layer).__module__.startswith("transformers.models."):
         return None
-    return KNOWN_LAYERS.get(type(layer).__name__)
+    mixer = getattr(layer, "linear_attn", None)
+    if mixer is None:
+        return DecoderLayer(layer, form)
+    state_form = KNOWN_MIXERS.get(type(mixer).__name__)
+    return None if state_form is None else StateLayer(layer, state_form, config)
 
 
 def why_own_forward(hf_config: PretrainedConfig) -> str | None:
@@ -136,6 +154,6 @@ def attention_implementation(hf_config: PretrainedConfig) -> str:
 
 
 def computes_packed(model: PreTrainedModel) -> bool:
-    """Whether the model attends through our function; otherwise it computes one row at a time."""
+    """Whether the model attends through our function; otherwise it computes whole rows by its own forward."""
     text: Any = model.config.get_text_config()
     return bool(text._attn_implementation == ATTENTION_NAME)

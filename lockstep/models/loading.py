@@ -31,6 +31,8 @@ from transformers.utils import logging as hf_logging
 
 from lockstep.config.model import HFModelConfig, TrainEngineConfig
 from lockstep.kernels.ops import Adapter
+from lockstep.models.decoder import decoder_of
+from lockstep.models.experts import experts_implementation
 from lockstep.models.four_bit import linears_to_quantize, rounded_to_4bit, use_4bit_linears
 from lockstep.models.known_models import attention_implementation, install_decoder_layers, why_own_forward
 from lockstep.models.lora import merged, read_adapter
@@ -81,7 +83,9 @@ def load_hf_config(config: HFModelConfig, key: str) -> PretrainedConfig:
     turn_noise_off(hf_config)
     if reason := why_own_forward(hf_config):
         logger.warning(
-            "%s computes one row at a time by its own forward: %s. This is slow.", hf_config.model_type, reason
+            "%s computes padded rows by its own forward: %s. This is slower than packed tokens.",
+            hf_config.model_type,
+            reason,
         )
     return hf_config
 
@@ -133,7 +137,7 @@ def open_value_model(
     """A critic's body and head: the folder's `score` head, or a random one near zero from `seed`."""
     hf_config = load_hf_config(config, key)
     model, weights = _open(AutoModelForCausalLM, config, hf_config, key, dtype, device, alone, body_only=True)
-    body = model.get_decoder()
+    body = decoder_of(model)
     score = nn.Linear(hf_config.get_text_config().hidden_size, 1, bias=False, dtype=dtype, device=device)
     saved = _score_head_of_adapter(config, key)
     if saved is None:
@@ -192,7 +196,7 @@ def _open(
     folder = model_folder(config, key)
     adapters = _adapters_to_merge(config, key)
     model = meta_model(cls, hf_config, dtype, trust_remote_code=config.trust_remote_code)
-    kept = _path_of(model.get_decoder(), model) if body_only else ""
+    kept = _path_of(decoder_of(model), model) if body_only else ""
     with _named(config, key):
         places, reason = find_weights(model, kept, folder, dtype)
     weights: WeightSource
@@ -224,7 +228,11 @@ def meta_model(cls: Any, hf_config: PretrainedConfig, dtype: torch.dtype, **opti
     """A model of the Auto class without memory."""
     with torch.device("meta"):
         model: PreTrainedModel = cls.from_config(
-            hf_config, dtype=dtype, attn_implementation=attention_implementation(hf_config), **options
+            hf_config,
+            dtype=dtype,
+            attn_implementation=attention_implementation(hf_config),
+            experts_implementation=experts_implementation(hf_config),
+            **options,
         )
     return nn.Module.to(model, "meta")  # some tensors are created on the CPU in any case
 
@@ -259,6 +267,7 @@ def _from_pretrained(
             config=hf_config,
             dtype=dtype,
             attn_implementation=attention_implementation(hf_config),
+            experts_implementation=experts_implementation(hf_config),
             trust_remote_code=config.trust_remote_code,
             local_files_only=True,
             weights_only=True,  # for a folder without safetensors

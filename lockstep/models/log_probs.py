@@ -27,16 +27,33 @@ LEAST_LOG_PROB = -80.0
 """Smaller log-probs count as this one in the entropy: times its probability it is nothing, and -inf would give NaN."""
 
 
+HEADS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("bert", "ernie", "roc_bert"), ("cls",)),
+    "electra": ("generator_predictions", "generator_lm_head"),
+    "modernbert-decoder": ("lm_head", "decoder"),
+}
+"""Model types whose head is more than the output embeddings -> the modules of the causal LM that hidden states pass."""
+
+MULTIPLIED = ("hyperclovax",)
+"""Model types whose logits are multiplied by `logits_scaling`; those of all others are divided."""
+
+
 @dataclass(frozen=True)
 class VocabularyHead:
-    """Hidden states -> float32 logits: cap * tanh(factor * module(hidden) / divisor / cap), each step only if it is set."""
+    """Hidden states -> float32 logits: cap * tanh(factor * module(hidden) / divisor / cap), each step only if it is set.
+
+    before: modules that the hidden states pass first, in order.
+    """
 
     module: nn.Module
     factor: float | None = None
     divisor: float | None = None
     cap: float | None = None
+    before: tuple[nn.Module, ...] = ()
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        hidden = self.enter(hidden)
+        hidden = hidden.to(self.module.weight.dtype)  # type: ignore[arg-type]  # Mamba's residual stream is in float32
         plain = is_plain(self.module) and self.module.bias is None
         out: Tensor = linear_float32(hidden, self.module.weight) if plain else self.module(hidden).float()  # type: ignore[arg-type]
         if self.factor is not None:
@@ -44,6 +61,12 @@ class VocabularyHead:
         if self.divisor is not None:
             out = out / self.divisor
         return out if self.cap is None else torch.tanh(out / self.cap) * self.cap
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """The input of `module`."""
+        for module in self.before:
+            hidden = module(hidden)
+        return hidden
 
     def is_fused_for(self, hidden: Tensor) -> bool:
         """Whether `kernels/linear_log_prob.py` serves this head; one with an adapter is called as a module."""
@@ -54,11 +77,16 @@ class VocabularyHead:
 def vocabulary_head(model: PreTrainedModel) -> VocabularyHead:
     """Hidden states -> float32 logits, with the final soft-capping or scaling that some architectures apply."""
     config = model.config.get_text_config()
+    scaling = getattr(config, "logits_scaling", None)
+    multiplies = config.model_type in MULTIPLIED
+    names = HEADS.get(config.model_type)
+    *before, last = [getattr(model, name) for name in names] if names else [model.get_output_embeddings()]
     return VocabularyHead(
-        model.get_output_embeddings(),
-        factor=getattr(config, "logit_scale", None),
-        divisor=getattr(config, "logits_scaling", None),
+        last,
+        factor=scaling if multiplies else getattr(config, "logit_scale", None),
+        divisor=None if multiplies else scaling,
         cap=getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None),
+        before=tuple(before),
     )
 
 
@@ -111,7 +139,7 @@ def _fused(hidden: Tensor, targets: Tensor, head: VocabularyHead, temperature: f
     factor = 1.0 if head.factor is None else head.factor
     factor = factor if head.divisor is None else factor / head.divisor
     return linear_log_prob(
-        hidden, head.module.weight, head.module.bias, targets, LogitForm(temperature, factor, head.cap)
+        head.enter(hidden), head.module.weight, head.module.bias, targets, LogitForm(temperature, factor, head.cap)
     )
 
 

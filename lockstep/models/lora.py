@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.config.model import HFModelConfig
 from lockstep.kernels.ops import Adapter
 from lockstep.models.four_bit import is_4bit
+from lockstep.models.state_mixer import DIRECT_WEIGHTS
 from lockstep.models.token_models import TokenModel
 from lockstep.utils.distributed import current_rank
 from lockstep.utils.model_path import is_adapter, local_model_folder, locate_model
@@ -54,6 +55,15 @@ _PLAIN = {
 """Settings of peft that are served with this value only."""
 _KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 """Initialisations of peft, besides the default, that leave the base weights as they are; PiSSA and others subtract from them."""
+
+_REFUSED = {"out_proj"}
+"""Linear layers that peft refuses in the types of `_NO_ADAPTER`, since fused kernels use their weight directly."""
+_NO_ADAPTER: dict[str, set[str]] = {
+    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), _REFUSED),
+    **dict.fromkeys(("mamba", "falcon_mamba"), _REFUSED | DIRECT_WEIGHTS),
+    "jamba": DIRECT_WEIGHTS,
+}
+"""Model type -> linear layers without an adapter."""
 
 
 def base_name(name: str) -> str:
@@ -237,12 +247,50 @@ def _new_config(model: TokenModel, config: HFModelConfig, key: str) -> "LoraConf
     return LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
-        target_modules=config.target_modules,
+        target_modules=_targets(model, config, key),
         exclude_modules=config.exclude_modules,
         base_model_name_or_path=str(base.resolve()) if isinstance(base, Path) else config.path,
         task_type="SEQ_CLS" if is_scalar else "CAUSAL_LM",
         modules_to_save=["score"] if is_scalar else None,
     )
+
+
+def _targets(model: TokenModel, config: HFModelConfig, key: str) -> str | list[str]:
+    """`target_modules` without the layers that cannot have an adapter."""
+    transformer = model.transformer
+    none = _NO_ADAPTER.get(transformer.config.get_text_config().model_type, set())
+    if config.target_modules != "all-linear":
+        if isinstance(config.target_modules, list) and (named := sorted(none & set(config.target_modules))):
+            raise ValueError(
+                f"{key}.target_modules: {type(transformer).__name__} uses the weight of {', '.join(named)} directly, where an "
+                "adapter has no effect; leave it out"
+            )
+        return config.target_modules
+    head = transformer.get_output_embeddings()
+    linears = {
+        path.rpartition(".")[2]
+        for path, module in transformer.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    left_out = {name for name in linears if name in none or _means_experts([name], transformer)}
+    if not left_out and not _means_experts("all-linear", transformer):
+        return "all-linear"
+    if current_rank() == 0:
+        logger.info("LoRA: adapters of %s are on %s", type(transformer).__name__, ", ".join(sorted(linears - left_out)))
+    return sorted(linears - left_out)
+
+
+def _means_experts(targets: str | list[str], transformer: PreTrainedModel) -> bool:
+    """Whether peft takes the names to mean the model's experts, which are no linear layers (Mixtral, Qwen3-MoE, MiniMax, …)."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    probe = LoraConfig(target_modules=targets)
+    try:
+        convert_peft_config_for_transformers(probe, transformer, None)
+    except ValueError:  # one of several names that are fused
+        return True
+    return bool(probe.target_parameters)
 
 
 def _saved_config(folder: Path, config: HFModelConfig, key: str) -> "LoraConfig":
@@ -306,7 +354,11 @@ def _inject(
             ) from error
         raise ValueError(f"{what} matches no linear layer of {name}; {known}") from error
     layers = adapter_layers(transformer)
-    odd = [path for path, layer in layers.items() if not isinstance(layer, Linear) and not is_4bit(layer.weight)]
+    odd = [
+        path
+        for path, layer in layers.items()
+        if not isinstance(layer, Linear) and not (hasattr(layer, "weight") and is_4bit(layer.weight))
+    ]
     if others := sorted({path.rpartition(".")[2] for path in odd}):
         raise ValueError(f"{what}: {', '.join(others)} of {name} is not a linear layer; {known}")
     if isinstance(lora.target_modules, list | set) and isinstance(config.target_modules, list):

@@ -1,7 +1,7 @@
 """Compare an engine's computation with transformers' own eager forward, when the engine loads a model.
 
-a few random rows ─► our path (packed and padded rows, prefill and decode)  ─┐
-                 └─► transformers' layers, eager attention, one row at a time ─┴─► the same log-probs, or the model is refused
+a few random rows ─► our path (packed and padded rows, prefill and decode)              ─┐
+                 └─► transformers' layers, eager attention and experts, row by row       ─┴─► the same log-probs, or refused
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,8 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 4, 12
 
 
 @contextmanager
-def transformers_forward(model: PreTrainedModel, attention: str = "eager") -> Iterator[None]:
-    """The model runs transformers' own layers and attention inside; call it without an attention context.
+def transformers_forward(model: PreTrainedModel, attention: str = "eager", experts: str = "eager") -> Iterator[None]:
+    """The model runs transformers' own layers, attention and experts inside; call it without an attention context.
 
     Collective if several ranks hold its weights together.
     """
@@ -32,12 +32,15 @@ def transformers_forward(model: PreTrainedModel, attention: str = "eager") -> It
     before = text._attn_implementation
     if before != attention:
         model.set_attn_implementation(attention)
+    experts_before = model.get_experts_implementation()
+    model.set_experts_implementation(experts)
     try:
         with reference_layers(model), whole_weights(model):
             yield
     finally:
         if before != attention:
             model.set_attn_implementation(before)
+        model.set_experts_implementation(experts_before)
 
 
 @contextmanager

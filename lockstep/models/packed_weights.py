@@ -1,4 +1,5 @@
-"""Weights of linear layers with the same input, adjacent in memory: one product serves q, k and v, another gate and up.
+"""Weights of linear layers with the same input, adjacent in memory: one product serves q, k and v, another gate and up, another
+the projections of a layer with a state.
 
 `kernels/packed.py` sees adjacent weights as one tensor; weights that are apart are concatenated on every call.
 """
@@ -10,8 +11,13 @@ from torch import nn
 
 from lockstep.kernels.ops import linear_and_adapter
 from lockstep.kernels.packed import packed_view
+from lockstep.models.known_models import KNOWN_MIXERS
 
-PACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+PACKED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    *dict.fromkeys(form.projections for form in KNOWN_MIXERS.values()),
+)
 """Linear layers of one module with the same input."""
 
 

@@ -3,7 +3,8 @@
 row b:   pad pad p1 p2 p3 | r1 r2 pad        p3 predicts r1, r1 predicts r2
 packed:  p1 p2 p3 r1 r2 s1 s2 q1 q2 t1 …     one row of T tokens without padding; a prompt shared by several rows is there once
 padded:  the rows as they are
-rows:    one row at a time without padding, for models that can compute neither packed nor padded
+aligned: p1 p2 p3 r1 r2 r2        padded on the right, for models that attend by themselves: a causal model cannot see later tokens
+rows:    one row at a time without padding, as the reference
 sliced:  rank s of a sequence group holds tokens [s T/size, (s+1) T/size) of the packed row
 """
 
@@ -22,16 +23,16 @@ from lockstep.models.ulysses import SequenceGroup, UlyssesAttention
 from lockstep.protocol.tokens import first_alike
 from lockstep.utils.device import to_device
 
-Layout = Literal["packed", "padded", "rows"]
+Layout = Literal["packed", "padded", "aligned", "rows"]
 
 
 @dataclass(frozen=True)
 class ForwardRows:
     """What one forward pass computes and where its results go.
 
-    input_ids:      (1, T) packed (also for rows), or (B, L) padded.
+    input_ids:      (1, T) packed (also for rows), or (B, L) padded or aligned.
     position_ids:   same shape; each token's position in its own sequence.
-    context:        what each token may attend to; None for rows, which the model attends by itself.
+    context:        what each token may attend to; None for aligned and rows, which the model attends by itself.
     lengths:        tokens of each row in input_ids, for rows.
     predicts:       (N) index into the flattened hidden states: the place that predicts response token n.
     targets:        (N) the response tokens themselves.
@@ -60,9 +61,9 @@ class ForwardRows:
     places: Tensor | None = None
     sequence: SequenceGroup | None = None
 
-    def split(self) -> tuple[Tensor, ...]:
-        """The tokens of each row (1, L), of rows."""
-        return self.input_ids.split(self.lengths, 1)
+    def own_batches(self) -> tuple[Tensor, ...]:
+        """The tokens of each call of a model's own forward: (1, L) of each row, or (B, L) aligned."""
+        return self.input_ids.split(self.lengths, 1) if self.lengths else (self.input_ids,)
 
     def spread(self, values: Tensor) -> Tensor:
         """(N) results -> (B, R), zero elsewhere."""
@@ -113,7 +114,16 @@ def forward_rows(
     end = (np.arange(length) * mask).max(-1)
     arrays = {"targets": input_ids[row, place], "row": row, "column": column, "last_row": every}
     context: AttentionContext | None = None
-    if layout != "padded":
+    if layout == "aligned":
+        order = (~mask).argsort(1, kind="stable")[:, : mask.sum(-1).max()]
+        ids = np.take_along_axis(input_ids, order, 1)
+        kept = np.take_along_axis(mask, order, 1)
+        arrays["input_ids"] = np.where(kept, ids, input_ids[every, end, None])  # as for padded rows
+        arrays["position_ids"] = np.broadcast_to(np.arange(order.shape[1]), order.shape).copy()
+        first = every * order.shape[1] - 1
+        at = mask.cumsum(1)  # number of tokens of the row up to each place
+        arrays |= {"predicts": first[row] + at[row, place - 1], "last": first + at[every, end]}
+    elif layout != "padded":
         pack = _Pack(input_ids, mask, length - width, share_prompts=layout == "packed")
         arrays |= {"input_ids": input_ids[pack.kept][None], "position_ids": position_ids[pack.kept][None]}
         arrays |= {"predicts": pack.index(row, place - 1), "last": pack.index(every, end)}
@@ -124,11 +134,12 @@ def forward_rows(
         arrays |= {"input_ids": np.where(mask, input_ids, input_ids[every, end, None]), "position_ids": position_ids}
         arrays |= {"predicts": row * length + place - 1, "last": every * length + end}
         context = PaddedAttention(torch.from_numpy(mask).to(device))
-    if "routed_experts" in batch.keys() and batch["routed_experts"].numel():  # noqa: SIM118 - a TensorDict
+    has_routes = "routed_experts" in batch.keys() and batch["routed_experts"].numel()  # noqa: SIM118 - a TensorDict
+    if has_routes and layout != "aligned":
         routes = batch["routed_experts"].numpy()[every[:, None], position_ids]  # (B, L, layers, K)
         routes[~mask] = -1
         arrays["routes"] = routes[pack.kept] if layout != "padded" else routes.reshape(-1, *routes.shape[2:])
-    if with_places:
+    if with_places and layout != "aligned":
         at_row, at_place = mask.nonzero()
         places = np.full((num_rows, int(mask.sum(-1).max())), -1)
         index = pack.index(at_row, at_place) if layout != "padded" else at_row * length + at_place

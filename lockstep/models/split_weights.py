@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.four_bit import has_4bit_linears
+from lockstep.models.state_layer import StateLayer
 from lockstep.models.tensor_group import TensorGroup
 
 KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -201,6 +202,11 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
     """ValueError if the model cannot be split over `size` ranks."""
     name = type(model).__name__
     layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+    if any(isinstance(module, StateLayer) for module in model.modules()) or any(layer.form.gate for layer in layers):
+        raise ValueError(
+            f"{KEY}={size}: {name} has layers with a state or gated attention, which the embedded engine cannot split; set 1, or "
+            "actor_rollout_ref.rollout.name=vllm"
+        )
     if not layers:
         raise ValueError(
             f"{KEY}={size}: {name} computes by layers of transformers, which the embedded engine cannot split; set 1, or "

@@ -1,9 +1,10 @@
-"""Mixers of transformers' hybrid models (Gated DeltaNet, Mamba, short convolutions, …) on packed tokens.
+"""Mixers of transformers' hybrid models (Mamba, short convolutions, …) on packed tokens.
 
     decoder layer of transformers ─► StateMixer ─► context.mix ─► the mixer's own forward on rows with their states
 
 `StateMixer` takes the place of a mixer in its layer and has the same children and parameters. The layer hands it the attention
 context, which lays out the tokens (`models/state_rows.py`). What differs between mixers is a record, `MixerForm`.
+Mixers for which `models/state_layer.py` has a layer are not wrapped.
 """
 
 import logging
@@ -14,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.attention import ATTENTION_NAME, AttentionContext
+from lockstep.models.attention import AttentionContext, require_context
+from lockstep.models.decoder import decoder_of
 from lockstep.models.state_rows import RowStates
 
 
@@ -37,10 +39,7 @@ class MixerForm:
 
 
 MIXERS: dict[str, MixerForm] = {
-    # Gated DeltaNet and its relatives
-    "Qwen3NextGatedDeltaNet": MixerForm(),
-    "Qwen3_5GatedDeltaNet": MixerForm(),
-    "Qwen3_5MoeGatedDeltaNet": MixerForm(),
+    # Relatives of Gated DeltaNet
     "OlmoHybridGatedDeltaNet": MixerForm(),
     "KimiLinearDeltaAttention": MixerForm(),
     # Mamba 2
@@ -77,23 +76,25 @@ MIXERS: dict[str, MixerForm] = {
 }
 """Name of a mixer class in `transformers.models` -> its form."""
 
+DIRECT_WEIGHTS = {"dt_proj"}
+"""Linear layers of Mamba 1 whose weight is multiplied directly: no adapter, and no other form of the weight, has a place there."""
+
 
 def install_state_mixers(model: nn.Module) -> bool:
     """Wrap the mixers of a transformers model; whether it has any."""
-    decoder: Any = model if hasattr(model, "layers") else model.get_decoder()  # type: ignore[operator]
+    decoder: Any = model if hasattr(model, "layers") else decoder_of(model)
     found = False
     for layer_idx, layer in enumerate(decoder.layers):
         for module in layer.modules():
-            if getattr(module, "layer_idx", layer_idx) in (
-                None,
-                -1,
-            ):  # attention that layers share by tied weights alone
+            if getattr(module, "layer_idx", layer_idx) in (None, -1):  # attention with tied weights (Zamba)
                 module.layer_idx = layer_idx
         places = [(parent, name) for parent in list(layer.modules()) for name in list(parent._modules)]
         mixers = [mixer for parent, name in places if (mixer := _wrap(parent, name, layer_idx)) is not None]
         if mixers:
             layer.register_forward_pre_hook(_ContextFor(mixers, decoder.config), with_kwargs=True)
             found = True
+    if found:
+        decoder.register_forward_pre_hook(_context_with_mask, with_kwargs=True)
     if found and not torch.cuda.is_available():
         logging.getLogger("transformers.integrations.hub_kernels").addFilter(_is_no_fallback)
     return found
@@ -114,6 +115,13 @@ def _wrap(parent: nn.Module, name: str, layer_idx: int) -> "StateMixer | None":
     return mixer
 
 
+def _context_with_mask(decoder: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Hook of the decoder: the mask carries the context to the layers of a model that hands down nothing else (Mamba)."""
+    mask: Any = options.get("attention_mask")
+    if isinstance(mask, Tensor):
+        mask.lockstep_context = options.get("lockstep_context")  # type: ignore[attr-defined]
+
+
 class _ContextFor:
     """Hook of a decoder layer: hands its mixers the context of the call, also when checkpointing computes it again."""
 
@@ -124,11 +132,7 @@ class _ContextFor:
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         carried = getattr(options.get("attention_mask"), "lockstep_context", None)
         context = options.get("lockstep_context", carried)
-        if context is None and self.config._attn_implementation == ATTENTION_NAME:
-            raise RuntimeError(
-                f"{type(layer).__name__} got no attention context: its state would run from one packed row into the next. The "
-                "model does not hand keyword arguments down to its layers, or was called outside the engines."
-            )
+        require_context(layer, context, self.config)
         for mixer in self.mixers:
             mixer.context = context
 
@@ -153,7 +157,7 @@ class StateMixer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         context, self.context = self.context, None  # the module must not keep what the context refers to
         if context is None:
-            return self.reference(hidden_states, *args, **options)
+            return self._own_forward(hidden_states, *args, **options)
         if self.form.returns != "tuple":
             out = context.mix(self, self._rows, hidden_states)
             return out if self.form.returns == "tensor" else (out, None)
@@ -181,4 +185,17 @@ class StateMixer(nn.Module):
             options[self.form.cache] = states
         if self.form.positions is not None:
             options[self.form.positions] = torch.arange(rows.shape[1], device=rows.device).expand(rows.shape[:2])
-        return self.reference(rows, **options)
+        return self._own_forward(rows, **options)
+
+    def _own_forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        """transformers' forward; buffers (decay factors of MiniMax) are in the dtype of the computation, as if loaded in it."""
+        before = dict(self._buffers)
+        self._buffers.update({name: _cast(buffer, hidden_states.dtype) for name, buffer in before.items()})
+        try:
+            return self.reference(hidden_states, *args, **options)
+        finally:
+            self._buffers.update(before)
+
+
+def _cast(buffer: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return buffer if buffer is None or not buffer.is_floating_point() else buffer.to(dtype)

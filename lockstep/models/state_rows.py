@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -85,6 +85,11 @@ class RowStates:
     def select(self, rows: Tensor) -> "RowStates":
         return RowStates({name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()})
 
+    def and_empty(self) -> "RowStates":
+        """One more row, without tokens before it."""
+        zeros = {name: tensor.new_zeros(1, *tensor.shape[1:]) for name, tensor in self.tensors.items()}
+        return RowStates.cat([self, RowStates(zeros)])
+
     @staticmethod
     def cat(parts: "Sequence[RowStates]") -> "RowStates":
         return RowStates({name: torch.cat([part.tensors[name] for part in parts]) for name in parts[0].tensors})
@@ -105,6 +110,16 @@ class _EveryLayer:
 
 StateCore = Callable[[Tensor, RowStates], Tensor]
 """rows (N, L, C), states -> (N, L, C'). The states become those after the last of the L tokens, padding included."""
+
+
+@runtime_checkable
+class PackedCore(Protocol):
+    """A core that also has a form without padding."""
+
+    def __call__(self, rows: Tensor, states: RowStates) -> Tensor: ...
+
+    def packed(self, x: Tensor, bounds: Tensor, states: RowStates) -> Tensor:
+        """x (1, T, C): tokens of N rows one after another, bounds (N + 1,) int64, states of N rows -> (1, T, C')."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +159,8 @@ class PackedRows:
 
     def run(self, core: StateCore, x: Tensor) -> Tensor:
         """(1, T, C) packed tokens -> (1, T, C')."""
+        if isinstance(core, PackedCore):
+            return self._run_packed(core, x)
         kept: list[RowStates] = []
         outputs = []
         for group, index, source in self._on_device:
@@ -153,6 +170,36 @@ class PackedRows:
             if group.keeps:
                 kept.append(states)
         return torch.cat(outputs).index_select(0, self._token_index)[None]
+
+    def _run_packed(self, core: PackedCore, x: Tensor) -> Tensor:
+        """The shared prompts in one call, then everything else in another."""
+        if len(self._parts) == 1:  # nothing is shared: the tokens are in order
+            return core.packed(x, self._parts[0][1], RowStates())
+        (prompts, prompt_bounds, _), (others, bounds, source) = self._parts
+        states = RowStates()
+        outputs = [core.packed(x.index_select(1, prompts), prompt_bounds, states)]
+        outputs.append(core.packed(x.index_select(1, others), bounds, states.and_empty().select(source)))
+        return torch.cat(outputs, 1).index_select(1, torch.cat((prompts, others)).argsort())
+
+    @cached_property
+    def _parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of the shared prompts, and of everything else: (T',) tokens in order, (N + 1,) bounds of rows, and (N,) rows among those
+        whose state is kept, the number of these for a row that begins without a state."""
+        parts = []
+        num_kept = sum(len(group.index) for group in self.groups if group.keeps)
+        for keeps in (True, False):
+            groups = [group for group in self.groups if group.keeps is keeps]
+            if not groups:
+                continue
+            first = np.concatenate([group.index[:, 0] for group in groups])
+            count = np.concatenate([group.own.sum(1) for group in groups])
+            source = [np.full(len(g.index), num_kept) if g.source is None else g.source for g in groups]
+            # prompts stay in the order of their states
+            order = np.arange(len(first)) if keeps else first.argsort()
+            tokens = np.concatenate([np.arange(first[row], first[row] + count[row]) for row in order])
+            bounds = np.concatenate([[0], count[order].cumsum()])
+            parts.append((self._put(tokens), self._put(bounds), self._put(np.concatenate(source)[order])))
+        return parts
 
     @cached_property
     def groups(self) -> list[_Group]:

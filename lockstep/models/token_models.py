@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.models.attention import no_mask
+from lockstep.models.decoder import decoder_of
 from lockstep.models.log_probs import token_log_probs, vocabulary_head
 from lockstep.models.packing import ForwardRows
 from lockstep.models.router_replay import RouterOutputs, RouteUse, Routing, balance_loss
@@ -71,11 +72,12 @@ class PolicyModel(TokenModel):
         return out | _router_results(rows, self.routing.end(), routes, router_loss, self.routing.dtype)
 
     def _log_probs(self, rows: ForwardRows, **options: Any) -> dict[str, Tensor]:
-        if rows.context is None:  # the model's own forward and head, one row at a time
-            logits = [self.model(input_ids=ids, use_cache=False).logits[0] for ids in rows.split()]
+        if rows.context is None:  # the model's own forward and head
+            calls = (self.model(input_ids=ids, use_cache=False) for ids in rows.own_batches())
+            logits = [out.logits.flatten(0, 1) for out in calls]
             flat = token_log_probs(torch.cat(logits)[rows.predicts], rows.targets, torch.Tensor.float, **options)
         else:
-            hidden = _hidden_states(self.model.get_decoder(), rows)
+            hidden = _hidden_states(decoder_of(self.model), rows)
             predicting = hidden.index_select(0, rows.predicts)
             flat = token_log_probs(predicting, rows.targets, vocabulary_head(self.model), **options)
         return {name: rows.spread(values) for name, values in flat.items()}
@@ -129,12 +131,13 @@ def _router_results(
 
 def _hidden_states(body: nn.Module, rows: ForwardRows) -> Tensor:
     """(T, H) of packed tokens, or (B * L, H) of padded rows."""
-    if rows.context is None:  # the model's own forward, one row at a time
-        return torch.cat([body(input_ids=ids, use_cache=False).last_hidden_state[0] for ids in rows.split()])
+    if rows.context is None:  # the model's own forward
+        calls = (body(input_ids=ids, use_cache=False) for ids in rows.own_batches())
+        return torch.cat([out.last_hidden_state.flatten(0, 1) for out in calls])
     out = body(
         input_ids=rows.input_ids,
         position_ids=rows.position_ids,
-        attention_mask=no_mask(rows.input_ids.device, rows.context),
+        attention_mask=no_mask(rows.input_ids.device),
         use_cache=False,
         lockstep_context=rows.context,
     )

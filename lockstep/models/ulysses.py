@@ -60,6 +60,10 @@ class UlyssesAttention:
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         rank, size = self.sequence.rank, self.sequence.size
+        if options.index is not None:
+            raise ValueError(
+                f"{type(layer).__name__} picks keys by an index, which ranks that share a sequence cannot do"
+            )
         check_heads(query.shape[1], size)
         # copies make the number of key heads divisible by `size`; they divide the queries per key, as the query heads are divisible
         copies = size // gcd(key.shape[1], size)

@@ -54,13 +54,14 @@ class Audits:
     def log(self, keep: Callable[[str, str], str] = lambda name, message: "", *, warn: bool = True) -> dict[str, float]:
         """On the controller, at the end of a step: warn of what was found. Returns metrics: in how many steps so far.
 
-        keep: (audit, message) -> what to add to the message, such as where the batch is.
+        keep: (audit, message) -> a sentence to add to the message, such as where the batch is, or an empty string.
         warn: False only counts, on a rank whose findings another one logs.
         """
         for name, message in self.take_findings().items():
             self.counts[name] += 1
-            message += keep(name, message)
+            if kept := keep(name, message):
+                message += f" {kept}" if message.endswith("?") else f". {kept}"
             if warn and self.counts[name].bit_count() == 1:
-                times = f" (found in {self.counts[name]} steps)" if self.counts[name] > 1 else ""
-                logger.warning("audit %s: %s%s", name, message, times)
+                times = f" (in {self.counts[name]} steps so far)" if self.counts[name] > 1 else ""
+                logger.warning("audit %s%s: %s", name, times, message)
         return {f"audit/{name}": float(count) for name, count in self.counts.items()}

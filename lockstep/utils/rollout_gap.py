@@ -98,7 +98,7 @@ class GapBound:
 
     MULTIPLE = 4.0
     BUCKET_FLOORS = 2.0
-    """A bucket's gap is above so many floors, and above so many times that of the others, before it is told."""
+    """A bucket is named if its gap is above these multiples of the floor and of the gap of the other tokens."""
     BUCKET_MULTIPLE = 8.0
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -142,7 +142,7 @@ def agreed_runs(
     own, prompts: tokens of each row's response, and of its prompt.
     owners:       the first row with the same prompt.
     group_size:   rows that follow each other in groups of this size stay together.
-    longer_alone: a row or group that is longer than the budget is a part of its own; otherwise all ranks raise.
+    longer_alone: a row or group that is longer than the budget is its own part; otherwise all ranks raise.
     Collective over `group`, whose ranks have equally many rows.
     """
     units = [list(range(i, i + group_size)) for i in range(0, len(own), group_size)]

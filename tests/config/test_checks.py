@@ -185,6 +185,10 @@ REF = "actor_rollout_ref.ref"
             ["trainer.watchdog.deadlines_s={rewards: 0}"],
             "deadlines_s={rewards:0}: must be seconds greater than 0, by name",
         ),
+        (
+            ["trainer.watchdog.deadlines_s={reward: 60, generate: 60}"],
+            "trainer.watchdog.deadlines_s=reward: no such phase. Did you mean 'rewards'? Known: advantages, between phases",
+        ),
         (["trainer.watchdog.deadlines_s={rewards: soon}"], "must be seconds greater than 0, by name"),
     ],
 )

@@ -1,6 +1,5 @@
 """`make hangs`, or `python -m tests.hangs --count 60 --seed 0`: plant many hangs and tabulate whether each was named."""
 
-import argparse
 import sys
 import tempfile
 import time
@@ -9,12 +8,13 @@ from pathlib import Path
 
 from tests.hangs.cases import KINDS, Bench, Case, Outcome, plan
 from tests.hangs.runs import HangLab
-
-BEGIN, END = "<!-- table of make hangs -->\n", "<!-- end of table -->\n"
+from tests.planted import by_kind, parser, report
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    arguments = parser("hangs", __doc__, "hang", 60, ("KIND", "CONFIG", "STEP"))
+    arguments.add_argument("--config", default="", help="only configurations with this text in their name")
+    options = arguments.parse_args()
     if options.repeat is not None:
         kind, config, step = options.repeat
         cases = [Case(kind, config, int(step))]
@@ -25,31 +25,12 @@ def main() -> int:
     minutes = (time.monotonic() - begin) / 60
     failed = [outcome for outcome in outcomes if outcome.problem]
     slowest = max((outcome.seconds for outcome in outcomes), default=0.0)
-    shown = table(outcomes)
     summary = (
         f"{len(outcomes)} hangs in {minutes:.0f} minutes with seed {options.seed}: {len(failed)} failed. The slowest run ended "
         f"{slowest:.0f} s after its hang began.\n"
     )
-    print(f"\n{shown}\n{summary}")
-    for outcome in failed:
-        case = outcome.case
-        print(f"{case}: {outcome.problem}\n  --repeat '{case.kind}' '{case.config}' {case.step}")
-    if options.table is not None:
-        text = options.table.read_text()
-        before, after = text.index(BEGIN) + len(BEGIN), text.index(END)
-        options.table.write_text(f"{text[:before]}\n{shown}\n{summary}\n{text[after:]}")
-    return 1 if failed else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.hangs", description=__doc__)
-    parser.add_argument("--count", type=int, default=60, help="number of hangs (60)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of their choice and order (0)")
-    parser.add_argument("--kind", default="", help="only kinds with this text in their name")
-    parser.add_argument("--config", default="", help="only configurations with this text in their name")
-    parser.add_argument("--table", type=Path, help="Markdown file whose table is replaced")
-    parser.add_argument("--repeat", nargs=3, metavar=("KIND", "CONFIG", "STEP"), help="only this hang")
-    return parser
+    told = [(o.case, o.problem, f"'{o.case.kind}' '{o.case.config}' {o.case.step}") for o in failed]
+    return report("hangs", table(outcomes), summary, told, options.table)
 
 
 def run_all(cases: list[Case]) -> list[Outcome]:
@@ -69,14 +50,9 @@ def run_all(cases: list[Case]) -> list[Outcome]:
 
 def table(outcomes: Iterable[Outcome]) -> str:
     """Markdown: a row per kind of hang."""
-    by_kind: dict[str, list[Outcome]] = {kind: [] for kind in KINDS}
-    for outcome in outcomes:
-        by_kind[outcome.case.kind].append(outcome)
     rows = ["| hang | in | named | not or wrongly named | slowest |", "|---|---|---|---|---|"]
     num_named = num_failed = 0
-    for kind, own in by_kind.items():
-        if not own:
-            continue
+    for kind, own in by_kind(KINDS, outcomes).items():
         failed = sum(bool(outcome.problem) for outcome in own)
         configs = ", ".join(dict.fromkeys(outcome.case.config for outcome in own))
         slowest = max(outcome.seconds for outcome in own)

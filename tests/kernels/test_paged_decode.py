@@ -17,7 +17,7 @@ BLOCKS = 80
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (20, None), (None, 48)])
 @pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (2.0, None), (None, 1.0), (2.0, 1.0), (None, 50.0)])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "dim", "value_dim", "size"), [(14, 2, 64, 64, 16), (4, 4, 80, 80, 4), (6, 1, 24, 16, 1)]
@@ -26,6 +26,7 @@ def test_rows_equal_the_formula(
     dtype: torch.dtype,
     splits: int,
     window: int | None,
+    chunk: int | None,
     softcap: float | None,
     sinks: float | None,
     heads: int,
@@ -37,7 +38,7 @@ def test_rows_equal_the_formula(
     """sinks: about how large they are; large ones must not overflow."""
     torch.manual_seed(3)
     sinks_H = None if sinks is None else (torch.randn(heads, device=DEVICE) + sinks).to(dtype)
-    options = LayerOptions(0.3, window, softcap, None if sinks_H is None else sinks_H.double())
+    options = LayerOptions(0.3, window, softcap, None if sinks_H is None else sinks_H.double(), chunk)
     lengths = [1, 2, 65, 200] if size == 16 else [1, 17, 60, 2]
     layer = [torch.randn(BLOCKS * 4 * key_heads, size, d, device=DEVICE).to(dtype) for d in (dim, value_dim)]
     order = torch.randperm(BLOCKS * 4)
@@ -74,6 +75,7 @@ def test_rows_equal_the_formula(
         torch.tensor([*cache_slots, -1], device=DEVICE),
         scale=0.3,
         window=window,
+        chunk=chunk,
         block_size=size,
         splits=splits,
         softcap=softcap,

@@ -28,9 +28,9 @@ from lockstep.engines.rollout import GenerationRequest, RolloutEngine, SamplingP
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.hf import HFEngine
 from lockstep.engines.train.fsdp import FsdpEngine
-from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.known_models import computes_packed, why_own_forward
 from lockstep.models.loading import load_causal_lm
+from lockstep.models.stream_layer import StreamLayer
 from lockstep.models.token_models import PolicyModel
 
 CPU = torch.device("cpu")
@@ -393,6 +393,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4, experts": ("gemma4_text", {"enable_moe_block": True}),
     "gpt_neox, serial": ("gpt_neox", {"use_parallel_residual": False}),
     "falcon, alibi": ("falcon", {"alibi": True}),
+    "llama4, short chunks and scales": (
+        "llama4_text",
+        {"num_hidden_layers": 4, "attention_chunk_size": 3, "floor_scale": 2, "attn_scale": 0.5}
+        | {"layer_types": ["chunked_attention", "full_attention"] * 2, "no_rope_layers": [1, 0, 1, 0]},
+    ),
+    "glm_moe_dsa, a shared index": (
+        "glm_moe_dsa",
+        {
+            "num_hidden_layers": 3,
+            "indexer_types": ["full", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        }
+        | {"layer_types": ["indexed_attention"] * 3},
+    ),
     "olmo, clipped": ("olmo", {"clip_qkv": 0.5}),
     "opt, post-norm": ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 16}),
 }
@@ -465,17 +479,17 @@ def save_tiny_model(model_type: str, folder: Path, **changes: Any) -> PreTrained
 class Support:
     """How a model folder is served.
 
-    training:  "ours": our decoder layer; "transformers": transformers' layers under our attention function; "rows": its own
-               forward, one row at a time; "refused".
+    training:  "ours": our decoder layer; "transformers": transformers' layers under our attention function; "own": its own
+               forward, on padded rows; "refused".
     rollout:   the first of embedded, hf, and hf without padding that serves it; "none" if all refuse.
-    why_rows:  why it computes one row at a time, if it does.
+    why_own:   why it computes by its own forward, if it does.
     refusals:  messages by path ("training", "checkpointing", "embedded", "hf", ...).
     engines:   for training: padded, packed with checkpointing, and packed without it for our own layer.
     """
 
     training: str = "refused"
     rollout: str = "none"
-    why_rows: str | None = None
+    why_own: str | None = None
     refusals: dict[str, str] = dataclasses.field(default_factory=dict)
     engines: dict[str, FsdpEngine] = dataclasses.field(default_factory=dict)
     rollout_engine: RolloutEngine | None = None
@@ -483,8 +497,8 @@ class Support:
     @property
     def note(self) -> str:
         reasons = {path: reason_of(message) for path, message in self.refusals.items()}
-        if self.why_rows:
-            reasons = {"packed": self.why_rows} | {path: why for path, why in reasons.items() if path != "embedded"}
+        if self.why_own:
+            reasons = {"packed": self.why_own} | {path: why for path, why in reasons.items() if path != "embedded"}
         return "; ".join(f"{path}: {why}" for path, why in reasons.items())
 
 
@@ -493,11 +507,11 @@ def support(folder: Path) -> Support:
     found = Support()
     try:
         model = load_causal_lm(HFModelConfig(path=str(folder)), "model", torch.float32, CPU)
-        found.why_rows = why_own_forward(model.config)
-        found.training = "transformers" if computes_packed(model) else "rows"
-        if any(isinstance(module, DecoderLayer) for module in model.modules()):
+        found.why_own = why_own_forward(model.config)
+        found.training = "transformers" if computes_packed(model) else "own"
+        if any(isinstance(module, StreamLayer) for module in model.modules()):
             found.training = "ours"
-        if found.training != "rows":
+        if found.training != "own":
             found.engines["padded"] = train_engine(model, packed=False)
         with unchecked(bool(found.engines)):
             if found.training == "ours":
@@ -572,9 +586,9 @@ log-probs and gradients of packed, padded and checkpointed training and greedy d
 
 Training:
 
-- **ours**: our decoder layer (`lockstep/models/decoder_layer.py`), on packed tokens.
+- **ours**: our layers (`lockstep/models/decoder_layer.py`, `state_layer.py`), on packed tokens.
 - **transformers**: transformers' layers under our attention function, on packed tokens.
-- **rows**: the model's own forward, one row at a time. Correct, but slow.
+- **own**: the model's own forward, on batches of rows padded on the right, which a causal model cannot see. Slower.
 - **refused**: an error when the model is loaded.
 
 Rollout is the engine to set as `actor_rollout_ref.rollout.name`; "hf, max_num_seqs=1" means that transformers' `generate` is wrong

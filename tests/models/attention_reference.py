@@ -16,6 +16,9 @@ def naive_attention(query: Tensor, key: Tensor, value: Tensor, options: LayerOpt
         scores = options.softcap * torch.tanh(scores / options.softcap)
     distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
     seen = (distance >= 0) & (distance < (options.sliding_window or num_keys))
+    if options.chunk is not None:
+        chunk_of_query = torch.arange(num_keys - num_queries, num_keys) // options.chunk
+        seen &= chunk_of_query[:, None] == torch.arange(num_keys) // options.chunk
     scores = scores.masked_fill(~seen.to(query.device), -torch.inf)
     if options.sinks is not None:
         scores = torch.cat([scores, options.sinks[:, None, None].expand(-1, num_queries, 1)], -1)

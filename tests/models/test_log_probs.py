@@ -54,6 +54,13 @@ def test_a_head_does_what_architectures_do_to_their_logits() -> None:
     torch.testing.assert_close(VocabularyHead(linear, cap=0.3)(hidden), 0.3 * torch.tanh(logits / 0.3))
 
 
+def test_hidden_states_pass_the_modules_before_the_last_one() -> None:
+    first, last = torch.nn.Linear(5, 5), torch.nn.Linear(5, 11)
+    hidden = torch.randn(3, 5)
+    head = VocabularyHead(last, factor=2.0, before=(first, torch.nn.GELU()))
+    torch.testing.assert_close(head(hidden), last(torch.nn.functional.gelu(first(hidden))) * 2.0)
+
+
 def test_only_a_plain_linear_head_in_half_precision_on_cuda_is_fused() -> None:
     linear = torch.nn.Linear(5, 11, dtype=torch.bfloat16)
     assert not VocabularyHead(linear).is_fused_for(torch.randn(3, 5, dtype=torch.bfloat16))

@@ -89,3 +89,23 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(kind: str, changes: dic
     (shared, shared_gradient), (whole, whole_gradient) = results
     torch.testing.assert_close(shared, whole, atol=2e-6, rtol=0)
     torch.testing.assert_close(shared_gradient, whole_gradient, atol=5e-5, rtol=1e-5)
+
+
+def test_aligned_rows_are_computed_by_the_models_own_forward_as_one_batch() -> None:
+    torch.manual_seed(0)
+    policy = PolicyModel(AutoModelForCausalLM.from_config(tiny_config("qwen3"), attn_implementation="eager"))
+    batch, results = grouped_batch(), []
+    layouts: tuple[Layout, ...] = ("aligned", "rows")
+    for layout in layouts:
+        policy.zero_grad()
+        rows = forward_rows(batch, CPU, layout=layout)
+        log_probs = policy(rows)["log_probs"]
+        log_probs.square().sum().backward()
+        results.append((log_probs.detach(), [p.grad for p in policy.parameters()], rows))
+    (together, gradients, aligned), (alone, expected, _) = results
+    assert aligned.input_ids.shape == (len(batch), batch["attention_mask"].sum(1).max())
+    assert aligned.input_ids.flatten()[aligned.last].tolist() == [
+        row["input_ids"][row["attention_mask"].bool()][-1].item() for row in batch
+    ]
+    torch.testing.assert_close(together, alone, atol=2e-6, rtol=0)
+    torch.testing.assert_close(gradients, expected, atol=5e-5, rtol=1e-5)

@@ -12,13 +12,16 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lockstep.config.model import HFModelConfig
+from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.engines.train.checkpointing import LayerCheckpointing
+from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.models.attention import no_mask
-from lockstep.models.known_models import STATE_MODELS
+from lockstep.models.known_models import KNOWN_MIXERS, STATE_MODELS
 from lockstep.models.loading import load_causal_lm
+from lockstep.models.lora import adapter_layers, install_adapters
 from lockstep.models.packing import Layout, forward_rows
+from lockstep.models.state_layer import StateLayer
 from lockstep.models.state_mixer import MIXERS, StateMixer
 from lockstep.models.state_rows import PackedRows, RowStates, _Group
 from lockstep.models.token_models import PolicyModel
@@ -53,7 +56,7 @@ def test_packed_rows_equal_transformers(model_type: str, tmp_path: Path) -> None
     weighted(expected, batch).backward()
     theirs = gradients_of(reference)
     model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
-    assert any(isinstance(module, StateMixer) for module in model.modules())
+    assert any(isinstance(module, StateMixer | StateLayer) for module in model.modules())
     policy = PolicyModel(model)
     layouts: list[Layout] = ["packed", "padded"]
     for layout, num_rows, checkpointing in [*((name, len(batch), False) for name in layouts), ("packed", 4, True)]:
@@ -73,7 +76,7 @@ def test_packed_rows_equal_transformers(model_type: str, tmp_path: Path) -> None
 
 def test_every_mixer_is_of_a_family() -> None:
     assert set(STATE_MODELS) == {name for name in FAMILIES if name != "qwen3_5"}
-    assert len(MIXERS) == len(STATE_MODELS)
+    assert len(MIXERS) + len(KNOWN_MIXERS) == len(STATE_MODELS)
 
 
 def test_a_mixer_that_restarts_takes_one_token_at_a_time_after_a_state(tmp_path: Path) -> None:
@@ -145,6 +148,61 @@ def test_ranks_cannot_share_a_sequence(tmp_path: Path) -> None:
     two_ranks = patch("lockstep.engines.train.token_engine.current_world_size", return_value=2)
     with two_ranks, pytest.raises(ValueError, match=message):
         train_engine(model, packed=True, sequence_parallel_size=2)
+
+
+@pytest.mark.parametrize("model_type", ["minimax", "mamba", "kimi_linear"])
+def test_half_precision_copy_of_float32_masters(model_type: str, tmp_path: Path) -> None:
+    """Buffers and residual streams in float32 meet weights in bfloat16; the engine compares with transformers."""
+    save_tiny_model(model_type, tmp_path)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
+    config = FSDPEngineConfig(), FSDPOptimizerConfig()
+    FsdpEngine(PolicyModel(model), *config, device=CPU, compute_dtype=torch.bfloat16, packed=True)
+
+
+def test_a_base_in_4_bits_keeps_weights_that_are_used_directly(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    save_tiny_model("jamba", tmp_path)
+    policy = with_adapters(tmp_path, load_in_4bit=True)
+    train_engine(policy.transformer, packed=True)
+
+
+LORA_LAYERS = {
+    "qwen3_next": "in_proj_ba in_proj_qkvz k_proj o_proj out_proj q_proj shared_expert_gate v_proj",
+    "minimax": "k_proj o_proj out_proj output_gate q_proj qkv_proj v_proj",
+    "mixtral": "k_proj o_proj q_proj v_proj",
+    "falcon_mamba": "in_proj x_proj",
+    "nemotron_h": "down_proj in_proj k_proj o_proj q_proj up_proj v_proj",
+}
+"""What `target_modules=all-linear` means for models with fused experts, and with layers that cannot have an adapter."""
+
+
+@pytest.mark.parametrize("model_type", LORA_LAYERS)
+def test_adapters_are_on_the_linear_layers_that_there_are(model_type: str, tmp_path: Path) -> None:
+    save_tiny_model(model_type, tmp_path)
+    policy = with_adapters(tmp_path)
+    layers = adapter_layers(policy.transformer)
+    assert sorted({path.rpartition(".")[2] for path in layers}) == LORA_LAYERS[model_type].split()
+    train_engine(policy.transformer, packed=True)  # compares with peft's own forward
+
+
+@pytest.mark.parametrize(
+    ("model_type", "target", "message"),
+    [
+        ("mamba", "dt_proj", "uses the weight of dt_proj directly, where an adapter has no effect; leave it out"),
+        ("mixtral", "w2", "experts of MixtralForCausalLM is not a linear layer; its linear layers are k_proj"),
+    ],
+)
+def test_adapters_that_would_do_nothing_are_refused(model_type: str, target: str, message: str, tmp_path: Path) -> None:
+    save_tiny_model(model_type, tmp_path)
+    with pytest.raises(ValueError, match=message):
+        with_adapters(tmp_path, target_modules=[target])
+
+
+def with_adapters(folder: Path, **settings: Any) -> PolicyModel:
+    config = HFModelConfig(path=str(folder), lora_rank=2, **settings)
+    policy = PolicyModel(load_causal_lm(config, "model", torch.float32, CPU))
+    install_adapters(policy, config, "model", dtype=torch.float32, device=CPU, seed=1)
+    return policy
 
 
 def make_batch() -> TensorDict:

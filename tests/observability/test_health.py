@@ -131,6 +131,10 @@ def test_made_runs_are_silent(steps: int) -> None:
     assert findings(view(columns, steps)) == []
 
 
+HUNG = (
+    "no progress in 'rewards 1/4' for 700 s (deadline 600 s): the reward f has not answered (report: run/hangs/1_rewards.txt); the "
+    "run ended early; run the same command to resume from its last checkpoint, run/global_step_1"
+)
 FAULTS: list[tuple[str, dict[str, Column], dict[str, Any]]] = [
     ("reward_flat", {"critic/score/mean": noisy(lambda t: 0.3)}, {}),
     ("reward_constant", dict.fromkeys(("critic/score/mean", "critic/score/max", "critic/score/min"), constant(0.0)), {}),
@@ -176,6 +180,7 @@ FAULTS: list[tuple[str, dict[str, Column], dict[str, Any]]] = [
     ("slow_phase", {"timing_s/gen": noisy(lambda t: 150, 2), "timing_s/step": noisy(lambda t: 200, 2)}, {}),
     ("audit", {"audit/data_order": lambda step: 3.0, "audit/weights": lambda step: 0.0}, {}),
     ("run_failed", {}, {"status": RUNNING | {"state": "failed", "reason": "No space left on device"}}),
+    ("run_hung", {}, {"status": RUNNING | {"state": "failed", "reason": HUNG}}),
     ("run_stopped", {}, {"status": RUNNING | {"state": "stopped", "reason": "stopped by the user"}}),
     ("run_killed", {}, {"is_alive": False, "now": 1020.0}),
     ("no_sign_of_life", {}, {"now": 1100.0}),
@@ -210,6 +215,17 @@ def test_faults_of_supervised_runs(rule: str, columns: dict[str, Column]) -> Non
 def test_a_loss_that_falls_early_and_then_rests_says_nothing(seed: int) -> None:
     early = {"train/loss": noisy(lambda t: 1.6 + 0.6 * math.exp(-100 * t), 0.02, seed=seed)}
     assert findings(view(SUPERVISED | early)) == []
+
+
+def test_a_hang_and_an_audit_say_where() -> None:
+    (found,) = findings(view(HEALTHY, status=RUNNING | {"state": "failed", "reason": HUNG}))
+    assert (
+        found.title == "The run was stuck in 'rewards 1/4'"
+        and "the reward f has not answered (report: run/" in found.text
+    )
+    assert found.advice.endswith("resume from its last checkpoint, run/global_step_1.")
+    (found,) = findings(view(HEALTHY | {"audit/finite": lambda step: 1.0}, audit_dumps=["run/audits/step_5_finite"]))
+    assert found.advice.endswith("`lockstep replay` computes it again: run/audits/step_5_finite.")
 
 
 def test_numbers_and_evidence() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,14 +17,14 @@ from unittest import mock
 
 import pytest
 
-from lockstep.config.watchdog import WatchdogConfig
+from lockstep.config.watchdog import BETWEEN, HEARTBEAT, RL_PHASES, SUPERVISED_PHASES, WatchdogConfig
 from lockstep.observability.watchdog import watchdog as watchdog_module
-from lockstep.observability.watchdog.deadlines import BETWEEN, Deadlines
+from lockstep.observability.watchdog.deadlines import Deadlines
 from lockstep.observability.watchdog.reporters import Dump, Reporter, Reporters
 from lockstep.observability.watchdog.slow import SlowWaits
 from lockstep.observability.watchdog.verdict import Seen, Stuck, culprits, in_collective, sentence
 from lockstep.observability.watchdog.watchdog import Watchdog
-from lockstep.utils import heartbeat, progress
+from lockstep.utils import heartbeat, progress, timing
 from lockstep.utils.heartbeat import PhaseState, ProcessState, Stack, WaitState
 from lockstep.utils.progress import count, phase, waiting
 
@@ -61,7 +62,7 @@ def test_deadlines_are_configured_learnt_or_first() -> None:
     assert deadlines.of(["generate"]) == 500  # never completed
     with phase("generate"):
         pass
-    assert deadlines.completed() == ["generate"]
+    assert progress.completed(deadlines._began) == ["generate"]
     assert deadlines.of(["generate"]) == 60  # 10 x 3 is less than the minimum
     deadlines.paused(["validation", "generate"], 20.0)
     assert deadlines.of(["generate"]) == 200
@@ -166,6 +167,17 @@ def test_slow_waits_are_named_once() -> None:
     assert lines(150, search, WaitState("judge", "http://x, row 4 of 8", 100.0)) == []
     assert lines(201, search) == ["the tool search is slow: no answer for 101 s; until now it took at most 20 s"]
     assert lines(301, search, WaitState("queue", "groups", 0.0)) == []
+
+
+def test_deadlines_may_name_every_phase_of_a_run() -> None:
+    """Those of the code, but for what comes before the watchdog or between two runs, and other programs."""
+    package = Path(progress.__file__).parents[1]
+    files = [path for part in ("trainer", "engines") for path in (package / part).rglob("*.py")]
+    others = ("generation", "evaluation", "main_eval", "main_generation")
+    text = "".join(path.read_text() for path in files if not {*path.parts, path.stem} & {*others})
+    names = {*re.findall(r'phase\("([^"]+)"\)', text), *timing.PHASES.values(), HEARTBEAT, BETWEEN}
+    before = {"load torch and transformers", "connect to Ray", "read the data", "wait before the restart"}
+    assert names - before == {*RL_PHASES, *SUPERVISED_PHASES}
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from lockstep.utils.host_memory import Process, run_processes
 
 MIB = 2**20
 STEPS = 1000
-"""Slopes are per so many steps."""
+"""Slopes are per this number of steps."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from lockstep.trainer.ppo.audit import (
     AuditError,
     CutResponses,
     FailedConversations,
-    IdleSteps,
     check_finite,
     check_policy_version,
+    check_spread,
     rollout_gap,
 )
 from lockstep.utils.audit import Audits
@@ -132,21 +132,21 @@ def test_a_corrected_gap_is_reported_and_sets_no_bound(batch: DataProto) -> None
 
 def test_steps_that_teach_nothing_are_told(batch: DataProto, caplog: pytest.LogCaptureFixture) -> None:
     audits = Audits({"advantages": "warn"})
-    idle = IdleSteps(audits)
-    idle.note(batch)
+    check_spread(audits, batch)
     assert audits.log() == {} and not caplog.messages
     batch.tensors["advantages"] *= 1 - batch.tensors["response_mask"]
     for number in range(1, 6):
-        idle.note(batch)
+        check_spread(audits, batch)
         assert audits.log() == {"audit/advantages": number}
-    assert [m.split(":")[1] for m in caplog.messages] == [
-        f" every advantage is zero for {n} step(s)" for n in (1, 2, 4)
+    assert [m.split(": all")[0] for m in caplog.messages] == [
+        f"audit advantages{times}: every advantage is zero"
+        for times in ("", " (in 2 steps so far)", " (in 4 steps so far)")
     ]
     batch.tensors["advantages"] += 0.5
-    idle.note(batch)
-    assert audits.take_findings()["advantages"].startswith("every advantage is 0.5 for 1 step(s): good and bad")
+    check_spread(audits, batch)
+    assert audits.take_findings()["advantages"].startswith("every advantage is 0.5: good and bad")
     batch.tensors["advantages"][0] += 0.1
-    idle.note(batch)
+    check_spread(audits, batch)
     assert not audits.take_findings()
 
 

@@ -17,6 +17,7 @@ from lockstep.agents.agents import Agents
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.loader import create_dataloader
+from lockstep.observability.rollout_files import dump_file, read_groups
 from lockstep.protocol import DataProto
 from lockstep.protocol.tokens import read
 from lockstep.trainer.main_ppo import main
@@ -121,6 +122,8 @@ def test_each_defect_is_found_in_its_step(
     dump = read_dump(tmp_path / "run" / "audits" / "step_5_rollout_gap")
     assert (dump.info.step, dump.info.num_updates, dump.info.checkpoint) == (5, 4, "global_step_3")
     assert {"old_log_probs", "rollout_log_probs", "advantages"} <= set(dump.batch.tensors.keys())
+    rows = [row for group in read_groups(dump_file(dump.folder, None, False)) for row in group.rows]
+    assert len(rows) == len(dump.batch) and all("advantage" in row and row["step"] == 5 for row in rows)
     warnings = "\n".join(caplog.messages)
     for text in (
         "audit policy_version: rollouts carry policy versions [0, 1], the trainer is at 1",
@@ -128,9 +131,9 @@ def test_each_defect_is_found_in_its_step(
         "the prompt has other tokens than its row",
         "time(s) more than it was drawn from the data",
         "log-probs of tokens 0-15 of each response differ from the trainer's by 0.0030, those of other tokens by 0.0000",
-        "every advantage is zero for 1 step(s)",
+        "every advantage is zero: all samples",
         "now; scored twice at once, its scores differed by at most 0.",
-        f"the step's batch is kept: lockstep replay {tmp_path}/run/audits/step_5_rollout_gap",
+        f". The step's batch is kept: `lockstep rollouts {tmp_path}/run/audits/step_5_rollout_gap` shows it",
     ):
         assert text in warnings, text
 
@@ -145,10 +148,8 @@ def test_a_stopped_run_names_the_kept_batch(
     kept = tmp_path / "run" / "audits" / "step_2_rollout_gap"
     message = capfd.readouterr().err
     assert "tokens 0-15 of each response differ from the trainer's by 0.0030" in message
-    assert (
-        f"(audit rollout_gap; trainer.audit.rollout_gap=warn goes on); the step's batch is kept: lockstep replay {kept}"
-        in message
-    )
+    kept_in = f"The step's batch is kept: `lockstep rollouts {kept}` shows it"
+    assert f"(audit rollout_gap; trainer.audit.rollout_gap=warn goes on). {kept_in}" in message
     dump = read_dump(kept)
     assert (dump.info.num_updates, dump.checkpoint) == (1, None)
     assert "advantages" in dump.batch.tensors

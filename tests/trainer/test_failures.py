@@ -16,7 +16,7 @@ from lockstep.registry import load_object
 from lockstep.rewards.errors import RewardError
 from lockstep.single_controller.futures import ON_WORKER
 from lockstep.trainer import main_ppo
-from lockstep.trainer.run.failures import explain
+from lockstep.trainer.run.failures import cause_of, explain
 
 
 @pytest.fixture
@@ -124,6 +124,11 @@ def test_unexpected_errors_keep_their_traceback(config: PPOConfig) -> None:
     assert explain(KeyError("values"), config) is None
     assert explain(on_worker(ValueError("shape mismatch"), "update_actor"), config) is None
     assert explain(ValueError("algorithm.gamma=2: must be at most 1"), config) == "algorithm.gamma=2: must be at most 1"
+    folder = Path(config.trainer.default_local_dir)
+    folder.mkdir()
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        cause_of(RuntimeError("shape mismatch"), config)
+    assert "shape mismatch" in (folder / "error.txt").read_text()
 
 
 def test_errors_of_user_code(config: PPOConfig, tmp_path: Path) -> None:

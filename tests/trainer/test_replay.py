@@ -1,6 +1,7 @@
 """`lockstep replay`: steps are equal bit for bit, changes and differences of runs are localised, wrong input is refused."""
 
 import json
+import logging
 import math
 import re
 import shlex
@@ -24,6 +25,7 @@ from lockstep.trainer.ppo.batch_dump import DumpInfo, write_dump
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.task_runner import TaskRunner
 from lockstep.trainer.replay.compare import compare_dumps, compare_metrics, row_changes, tensor_changes
+from lockstep.trainer.replay.main_replay import OnceFilter
 from lockstep.trainer.replay.recording import (
     Digest,
     ModelRecord,
@@ -190,7 +192,7 @@ def test_the_update_of_a_dumped_batch(copy: Path, capsys: pytest.CaptureFixture[
     assert cli.main(["replay", str(dumps / "step_6_finite")]) == 1
     out = capsys.readouterr().out
     assert "audit finite at step 6: planted" in out and "computing step 6 from global_step_5" in out, out
-    assert "found again" in out and "not finite" in out
+    assert "found again" in out and "not finite" in out and "batch is kept" not in out and "ended early" not in out
     assert cli.main(["replay", str(dumps / "step_6_advantages")]) == 0
     assert "not found again" in capsys.readouterr().out
     assert cli.main(["replay", str(dumps / "step_6_rollout_gap")]) == 4
@@ -278,6 +280,14 @@ def test_wrong_input_is_refused(
     assert cli.main(["replay", str(copy), *(word.format(run=copy) for word in arguments)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("lockstep replay: ") and problem.format(run=copy) in error, error
+
+
+def test_messages_come_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("replay")
+    logger.addFilter(OnceFilter())
+    for number in (1, 1, 2):
+        logger.warning("no GPU: %d", number)
+    assert caplog.messages == ["no GPU: 1", "no GPU: 2"]
 
 
 def test_help_lists_examples(capsys: pytest.CaptureFixture[str]) -> None:

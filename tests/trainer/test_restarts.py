@@ -74,12 +74,15 @@ def config(overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_run_goes_on_after_restarts(config: PPOConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_goes_on_after_restarts(
+    config: PPOConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     smaller = RestartError("out of memory", counts=False, changes={"data.train_batch_size": 2})
     runner = Scripted([WorkerDiedError("rank 1 died"), smaller, 0])
     assert runner.run(config) == 0
     assert [c.data.train_batch_size for c in runner.configs] == [config.data.train_batch_size] * 2 + [2]
-    assert "error: rank 1 died\n" in capsys.readouterr().err
+    assert "rank 1 died; restarting the workers from the start of the run (0 restarts left)" in caplog.text
+    assert "error: " not in capsys.readouterr().err
     status = read_status(tmp_path / "run")
     assert status is not None and status["state"] == "finished"
     assert [(r["step"], r["cause"]) for r in status["restarts"]] == [(1, "rank 1 died"), (1, "out of memory")]

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -12,8 +12,11 @@ from lockstep.protocol.generation import WeightsLostError
 from lockstep.single_controller import WorkerDiedError
 from lockstep.trainer.ppo.rollout_repair import MAX_IN_A_ROW, RolloutRepair
 from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
+from lockstep.trainer.ppo.rollout_sources.colocated import ColocatedSource
 from lockstep.trainer.ppo.rollout_sources.group_schedule import GroupSchedule
 from lockstep.trainer.ppo.rollout_sources.journal import Journal
+from lockstep.trainer.ppo.rollout_sources.one_step_off import OneStepOffSource
+from lockstep.trainer.ppo.rollout_sources.rollout_source import AsyncSource
 from lockstep.trainer.ppo.rollout_sources.synchronous import SynchronousSource
 from tests.trainer.test_rollout_schedule import make_group, samples
 
@@ -167,3 +170,52 @@ def test_a_failure_that_is_reported_after_the_repair_costs_no_other(tmp_path: Pa
         assert sampler.outcomes == ([], []) and sampler.num_begun == 2
     finally:
         rollout.close()
+
+
+class AsyncParts(Parts):
+    """The background rollout and the schedule of an asynchronous source: groups are taken once."""
+
+    waiting, running, finished = ("next",), (), ()
+    per_step, max_staleness, last_step = 1, 1, 9
+    num_dropped: ClassVar[dict[str, int]] = {"filtered": 0}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = [["first"], ["second"]]
+
+    def room(self, step: int) -> int:
+        return 0
+
+    def take(self, step: int) -> list[str]:
+        return self.groups.pop(0)
+
+    def start(self, step: int) -> None:
+        self.done.append("start")
+
+    def resume(self) -> None:
+        self.done.append("resume")
+
+    def pause(self) -> None:
+        self.done.append("pause")
+        if self.failures:
+            raise self.failures.pop(0)
+
+    def interrupt(self) -> bool:
+        return False
+
+    def recover(self, *, generate: bool) -> None:
+        self.done.append("recover")
+
+
+@pytest.mark.parametrize("cls", [OneStepOffSource, ColocatedSource])
+def test_groups_that_were_taken_are_trained_on_after_a_repair(cls: type[AsyncSource]) -> None:
+    parts = AsyncParts()
+    source: Any = cls.__new__(cls)
+    source.schedule = source.rollout = source.weight_sync = parts
+    source.repair = RolloutRepair(parts, parts, parts)  # type: ignore[arg-type]
+    source.policy_version, source.is_updated, source.sync_metrics = 7, True, {}
+    source.schedule.running = ("busy",)  # weights are sent between two batches
+    parts.failures = [WorkerDiedError("rank 0 of the rollout died")]
+    groups = source.repairing(lambda: source._take(iter(()), 1))
+    assert groups == ["first"] and parts.groups == [["second"]]
+    assert "restart" in parts.done and "weights 7" in parts.done

@@ -101,6 +101,8 @@ def test_a_loss_without_a_gradient_is_named() -> None:
     outputs, rows = micro_batch()
     with pytest.raises(ValueError, match=r"loss_mode: the loss of detached \(.*test_losses.py:\d+\) has no gradient"):
         actor_loss_fn(config_of(detached), INFO)(outputs, rows)
+    with pytest.raises(ValueError, match="has no gradient"):  # though the KL loss has one
+        actor_loss_fn(replace(config_of(detached), use_kl_loss=True), INFO)(outputs, rows)
 
 
 def scaled(

@@ -36,6 +36,7 @@ from lockstep.engines.rollout.rollout_engine import (
     stop_tokens,
 )
 from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.experts import EXPERTS_NAME
 from lockstep.models.length_switches import ORIGINAL, miniature, switch_lengths
 from lockstep.models.model_check import transformers_forward
 from lockstep.models.rope import rope_limit
@@ -246,7 +247,7 @@ def _generation_mode(model: Any) -> Iterator[None]:
     if original is not None:
         setattr(model.config, ORIGINAL, sys.maxsize)
     try:
-        with transformers_forward(model, attention):
+        with transformers_forward(model, attention, EXPERTS_NAME):
             yield
     finally:
         model.generation_config = defaults

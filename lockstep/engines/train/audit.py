@@ -27,7 +27,7 @@ from lockstep.utils.distributed import merged_over_ranks, summed_over_ranks
 from lockstep.utils.fingerprint import fingerprint, fingerprints
 
 SAMPLE_TENSORS, SAMPLE_BYTES = 4, 2**26
-"""Tensors that are checksummed after an update: at most so many, and no more once they have this size."""
+"""Most tensors that are checksummed after an update, and the size at which no more are added."""
 PIECE_BYTES = 2**24
 """Bytes of a tensor that are enough to see whether training changed it."""
 

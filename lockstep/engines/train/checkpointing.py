@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lockstep.kernels.activation_memory import STREAM_BYTES, gathered_bytes, kept_layers
-from lockstep.models.decoder_layer import DecoderLayer
+from lockstep.models.stream_layer import StreamLayer
 from lockstep.models.token_models import TokenModel
 from lockstep.utils.distributed import least_of_ranks
 
@@ -28,7 +28,7 @@ class LayerCheckpointing:
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.training = True  # which transformers asks for; its children stay in evaluation mode
-        self._layers = [module for module in model.modules() if isinstance(module, DecoderLayer)]
+        self._layers = [module for module in model.modules() if isinstance(module, StreamLayer)]
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._gathered = self._gathered_bytes(model) if any(isinstance(p, DTensor) for p in model.parameters()) else 0.0
 

@@ -325,9 +325,9 @@ class FsdpEngine(TokenEngine):
                 f"ulysses_sequence_parallel_size={size} does not divide the {self.world_size} ranks of this role; set it to "
                 f"a divisor of {self.world_size}"
             )
-        if self.layout == "rows":
+        if not self._attends_here:
             raise ValueError(
-                f"ulysses_sequence_parallel_size={size}: {model.hf_config.model_type} computes one row at a time by its "
+                f"ulysses_sequence_parallel_size={size}: {model.hf_config.model_type} computes whole rows by its "
                 "own forward, which ranks cannot share; set it to 1"
             )
         if self.layout != "packed":

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from lockstep.config.model import FSDPEngineConfig
-from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.four_bit import is_4bit
+from lockstep.models.stream_layer import StreamLayer
 from lockstep.utils.distributed import current_world_size, get_mesh, init_single_process_group
 
 
@@ -113,7 +113,7 @@ def _shard_size(fsdp_size: int) -> int:
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The modules whose parameters are gathered together."""
-    names = {DecoderLayer.__name__}
+    names: set[str] = set()
     for module in model.modules():
         names |= set(getattr(module, "_no_split_modules", None) or ())
-    return [m for m in model.modules() if type(m).__name__ in names]
+    return [m for m in model.modules() if isinstance(m, StreamLayer) or type(m).__name__ in names]

@@ -84,7 +84,7 @@ class TokenEngine(TrainEngine):
         self.device = device
         self.layout: Layout = "packed" if packed else "padded"
         if not computes_packed(model.transformer):
-            self.layout = "rows"
+            self.layout = "aligned"
         self.world_size = current_world_size()
         self.sp_size = 1
         self.sequence: SequenceGroup | None = None
@@ -286,17 +286,17 @@ class TokenEngine(TrainEngine):
 
     def _check_model(self) -> None:
         """Compare log-probs or values of a few random rows with transformers' own eager forward, which must be causal."""
-        layouts: list[Layout] = ["rows"] if self.layout == "rows" else ["packed", "padded"]
+        layouts: list[Layout] = ["packed", "padded"] if self._attends_here else ["aligned"]
         batch = check_batch(self.model.hf_config.get_text_config().vocab_size)
         for model, dtype in self._checked_models():
             with phase("check the model"), refuse_errors(model.transformer), torch.no_grad(), trial_adapters(model):
-                got = [model(forward_rows(batch, self.device, layout)) for layout in layouts]
                 with transformers_forward(model.transformer):
                     expected, later = (
                         model(forward_rows(b, self.device, "rows")) for b in (batch, without_last(batch))
                     )
+                check_causal_outputs(expected, later, batch, model=model.transformer, dtype=dtype)
+                got = [model(forward_rows(batch, self.device, layout)) for layout in layouts]
             self._free_gathered()
-            check_causal_outputs(expected, later, batch, model=model.transformer, dtype=dtype)
             for layout, outputs in zip(layouts, got):
                 path = f"training with {layout} rows"
                 check_outputs(outputs, expected, batch, model=model.transformer, path=path, dtype=dtype)
@@ -305,7 +305,7 @@ class TokenEngine(TrainEngine):
         """Let the policy read and replace what its routers choose; see `EngineModel.router_key`. ValueError if it cannot."""
         model, _ = self._checked_models()[-1]  # the one that computes
         assert isinstance(model, PolicyModel)
-        if self.layout == "rows":
+        if not self._attends_here:
             kind = model.hf_config.model_type
             raise ValueError(f"{key}: {kind} computes by its own forward, whose routers cannot be read; disable it")
         model.routing = Routing(model.transformer, key)
@@ -314,11 +314,14 @@ class TokenEngine(TrainEngine):
             model(forward_rows(batch, self.device, self.layout, with_places=True), routes="record")
         self._free_gathered()
 
+    @property
+    def _attends_here(self) -> bool:
+        """Whether the model attends through our function, rather than by its own forward."""
+        return self.layout != "aligned"
+
     def _partitions(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
         micro, is_lowered = self.limits.within(micro), micro.limit_name in self.limits.sizes
-        if self.layout == "rows":  # each row gathers parameters: ranks must agree on rows per micro-batch
-            return [list(range(i, i + micro.group_size)) for i in range(0, len(batch), micro.group_size)]
         if micro.max_tokens is not None:
             group = dist.group.WORLD if self.world_size > 1 else None
             before, own = (lengths.tolist() for lengths in lengths_of(batch))

@@ -25,7 +25,7 @@ KEY = "micro_batch_split"
 """Of the trials' micro-batches, whose size nothing else shares."""
 OUTPUTS = ("log_probs", "values")
 LEAST_TOKENS = 16
-"""A row's mean difference is over at least so many tokens: a few can differ by more."""
+"""Fewest tokens that the mean difference of a row is over: a few can differ by more."""
 LOSS_TOLERANCE = 1e-3
 """Difference between a loss and the sum of its halves that counts as rounding, relative to the loss and its gradient."""
 
@@ -138,7 +138,7 @@ class SplitTrials:
                     return (
                         f"{name} depend on the micro-batch split: {len(rows)} rows per rank, computed in one micro-batch and in "
                         f"two, differ by {gap:.3g} in the mean of a row, rounding by less than {self.tolerance:g}. A row's "
-                        "outputs must not depend on the rows packed beside it"
+                        "outputs must not depend on the rows packed with it"
                     )
         found: list[str] = []
         if loss_fn is not None:

@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.observability.dashboard.runs import RunFolder
 from lockstep.observability.health.process import State, state_of
 from lockstep.observability.health.run_view import RunView, Series
-from lockstep.observability.run_folder import CONFIG, PLAN
+from lockstep.observability.run_folder import AUDITS, CONFIG, PLAN
 from lockstep.observability.status_file import read_json, read_status
 from lockstep.utils.untrusted_yaml import read_yaml
 
@@ -34,6 +34,7 @@ def view_of(run: RunFolder) -> RunView:
         read_json(run.folder / PLAN),
         time.time(),
         is_alive(status),
+        sorted(str(dump) for dump in (run.folder / AUDITS).glob("step_*")),
     )
 
 

@@ -73,6 +73,16 @@ def run_ended(run: RunView) -> Finding | None:
     step = number(status.get("step")) or 0
     total = number(status.get("total_steps"))
     at = f"after step {step:.0f}" + (f" of {total:.0f}" if total else "")
+    if state == "failed" and reason.startswith("no progress in "):  # the verdict of the watchdog
+        verdict, _, advice = reason.partition("; the run ")
+        return Finding(
+            "run_hung",
+            "bad",
+            f"The run was stuck in {verdict.removeprefix('no progress in ').partition(' for ')[0]}",
+            f"The watchdog ended it {at}: {verdict}.",
+            f"The report has the stacks of all processes. The run {advice or 'ended early'}.",
+            "watchdog.md",
+        )
     if state == "failed":
         return Finding(
             "run_failed",
@@ -263,12 +273,16 @@ def audit_found(run: RunView) -> Finding | None:
         f"{name.removeprefix(AUDIT)} in {show(series.values[-1])}" for name, series in sorted(found.items())
     )
     first = min(series.steps[0] for series in found.values())
+    advice = "The log has each message."
+    if run.audit_dumps:
+        folders = ", ".join(run.audit_dumps[:5]) + (", …" if len(run.audit_dumps) > 5 else "")
+        advice += f" `lockstep rollouts` shows a batch, `lockstep replay` computes it again: {folders}."
     return Finding(
         "audit",
         "warning",
         f"{'An audit' if len(found) == 1 else f'{len(found)} audits'} found something",
         f"Steps in which audits found something: {counts}; the first is step {first}.",
-        "The log has each message. The batches are in the folder audits of the run: `lockstep replay` computes them again.",
+        advice,
         "audits.md",
         tuple(sorted(found)),
         (first, max(series.steps[-1] for series in found.values())),

@@ -70,6 +70,7 @@ class RunView:
     settings: its config.yaml; status, plan: its status.json and plan.json, as they were read.
     now:      seconds since 1970.
     is_alive: whether the process of the status exists; None if that cannot be known, as on another machine.
+    audit_dumps: folders of the batches that audits have kept.
     """
 
     read: Callable[[str], Series]
@@ -79,6 +80,7 @@ class RunView:
     plan: Mapping[str, Any] | None = None
     now: float = 0.0
     is_alive: bool | None = None
+    audit_dumps: Sequence[str] = ()
     _known: dict[str, Series] = field(default_factory=dict, compare=False, repr=False)
 
     def series(self, name: str) -> Series:

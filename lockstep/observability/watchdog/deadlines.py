@@ -3,11 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from lockstep.config.watchdog import WatchdogConfig
+from lockstep.config.watchdog import BETWEEN, WatchdogConfig
 from lockstep.utils import progress
-
-BETWEEN = "between phases"
-"""The run's thread, while it has no phase."""
 
 
 class Deadlines:
@@ -25,10 +22,6 @@ class Deadlines:
         self._began = time.monotonic()
         self._longest: dict[str, float] = {}
 
-    def completed(self) -> list[str]:
-        """Names of the phases that the run has completed."""
-        return progress.completed(self._began)
-
     def paused(self, phases: Sequence[str], seconds: float) -> None:
         """There was a sign of progress after a pause, within these nested phases. A pause beyond the deadline is not learnt."""
         if seconds > self.of(phases):
@@ -42,7 +35,7 @@ class Deadlines:
         for name in reversed(phases):
             if name in config.deadlines_s:
                 return config.deadlines_s[name]
-        completed = self.completed()
+        completed = progress.completed(self._began)
         for name in reversed(phases):
             if name in completed or (name == BETWEEN and name in self._longest):
                 return max(config.min_deadline_s, config.multiple * self._longest.get(name, 0.0))

@@ -21,9 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.watchdog import WatchdogConfig
+from lockstep.config.watchdog import BETWEEN, HEARTBEAT, WatchdogConfig
 from lockstep.observability.run_folder import HANGS
-from lockstep.observability.watchdog.deadlines import BETWEEN, Deadlines
+from lockstep.observability.watchdog.deadlines import Deadlines
 from lockstep.observability.watchdog.report import report_name, report_text
 from lockstep.observability.watchdog.reporters import Dump, Reporters, py_spy
 from lockstep.observability.watchdog.slow import SlowWaits
@@ -38,8 +38,6 @@ MAX_TICK_S = 5.0
 """A longer time between two looks means that this process was stopped, or that the machine slept."""
 SILENT_S = 10.0
 """A process that was not heard for longer does not answer."""
-HEARTBEAT = "heartbeat"
-"""In `deadlines_s`: how long a process may be silent while nothing moves."""
 MAX_HEARTBEAT_DEADLINE_S = 60.0
 OWN_PHASES = ("rewards", "advantages", "read the data")
 """Phases that wait for no worker: what workers do meanwhile is no progress of them."""
@@ -117,13 +115,6 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(2 * WRITE_TIMEOUT_S)
         self.reporters.__exit__(*exc)
-        completed = self._deadlines.completed()
-        unknown = self.config.deadlines_s.keys() - {*completed, HEARTBEAT, BETWEEN}
-        if unknown and exc[:1] == (None,):
-            names = ", ".join(sorted(unknown))
-            logger.warning(
-                "trainer.watchdog.deadlines_s: the run had no phase %s; it had %s", names, ", ".join(completed)
-            )
 
     def status(self) -> dict[str, Any]:
         """For `status.json`: the processes that report, and the verdict if the run is stuck."""
@@ -240,8 +231,10 @@ class Watchdog:
         text = report_text(stuck, found, processes, heartbeat.gauges())
         path = self._write(report_name(stuck), text)
         verdict = self.stuck
-        _bounded(lambda: logger.warning("stuck: %s. Report: %s", verdict, path or "cannot be written"))
-        if self._on_hang is not None:
+        if self._on_hang is None:
+            _bounded(lambda: logger.warning("stuck: %s. Report: %s", verdict, path or "cannot be written"))
+        else:  # it tells the verdict
+            _bounded(lambda: logger.warning("stuck in %r: ending the run", stuck.phase))
             on_hang, self._on_hang = self._on_hang, None
             on_hang(verdict if path is None else f"{verdict} (report: {path})", found)
 

@@ -7,7 +7,7 @@ What an audit finds goes through `Audits.found`; the batch is kept in the run's 
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -47,35 +47,24 @@ def check_finite(audits: Audits, batch: DataProto, *keys: str) -> None:
             )
 
 
-class IdleSteps:
-    """Counts consecutive steps whose advantages are all zero, so that the policy loss has no gradient, or all the same number."""
-
-    def __init__(self, audits: Audits) -> None:
-        self.audits = audits
-        self.num_zero = 0
-        self.num_equal = 0
-
-    def note(self, batch: DataProto) -> None:
-        advantages, mask = entries(batch.tensors, "advantages", "response_mask")
-        is_token = mask.bool()
-        lowest = float(advantages.masked_fill(~is_token, torch.inf).min())
-        highest = float(advantages.masked_fill(~is_token, -torch.inf).max())
-        is_zero = lowest == highest == 0 or lowest > highest  # without a token
-        is_equal = not is_zero and lowest == highest and len(batch) > 1
-        self.num_zero = self.num_zero + 1 if is_zero else 0
-        self.num_equal = self.num_equal + 1 if is_equal else 0
-        if is_zero:
-            self.audits.found(
-                "advantages",
-                f"every advantage is zero for {self.num_zero} step(s): all samples of a prompt score the same, so nothing is "
-                "learned. Are the prompts too hard or too easy, or does the scorer not see the answer?",
-            )
-        elif is_equal:
-            self.audits.found(
-                "advantages",
-                f"every advantage is {lowest:.4g} for {self.num_equal} step(s): good and bad responses are trained "
-                "alike. Is the score constant, or is its baseline missing (algorithm.adv_estimator, rollout.n)?",
-            )
+def check_spread(audits: Audits, batch: DataProto) -> None:
+    """Whether advantages are neither all zero, so that the policy loss has no gradient, nor all the same number."""
+    advantages, mask = entries(batch.tensors, "advantages", "response_mask")
+    is_token = mask.bool()
+    lowest = float(advantages.masked_fill(~is_token, torch.inf).min())
+    highest = float(advantages.masked_fill(~is_token, -torch.inf).max())
+    if lowest == highest == 0 or lowest > highest:  # without a token
+        audits.found(
+            "advantages",
+            "every advantage is zero: all samples of a prompt score the same, so nothing is learned. Are the prompts too hard or "
+            "too easy, or does the scorer not see the answer?",
+        )
+    elif lowest == highest and len(batch) > 1:
+        audits.found(
+            "advantages",
+            f"every advantage is {lowest:.4g}: good and bad responses are trained alike. Is the score constant, or is its baseline "
+            "missing (algorithm.adv_estimator, rollout.n)?",
+        )
 
 
 class FailedConversations:
@@ -129,6 +118,8 @@ class StepAudit:
     audits:  what becomes of what they find.
     dtype:   the actor's compute type.
     folder:  of the run, in which batches are kept.
+    write_rows: writes the responses of a batch into a folder, as text.
+    keeps_batches: whether the batch of a finding is kept.
     """
 
     def __init__(
@@ -139,16 +130,18 @@ class StepAudit:
         prompts: DrawnPrompts,
         round_trip: RoundTrip,
         probe: RewardProbe,
+        write_rows: Callable[[DataProto, Path], None],
     ) -> None:
         self.audits = audits
         self.folder = folder
         self.prompts = prompts
         self.round_trip = round_trip
         self.probe = probe
+        self.write_rows = write_rows
         self.gap_bound = GapBound(dtype)
         self.cut_responses = CutResponses()
         self.failed_conversations = FailedConversations()
-        self.idle_steps = IdleSteps(audits)
+        self.keeps_batches = True
         self.batch: DataProto | None = None
         """The batch of the step, as far as it is."""
         self._at = DumpInfo("", "", 0, 0, None)
@@ -168,7 +161,7 @@ class StepAudit:
         except AuditError as error:
             if error.audit is None or not (kept := self._keep(error.audit, str(error))):
                 raise
-            told = AuditError(f"{error}{kept}")
+            told = AuditError(f"{error}. {kept}")
             told.audit = error.audit
             raise told from error
 
@@ -179,11 +172,17 @@ class StepAudit:
         return metrics
 
     def _keep(self, audit: str, message: str) -> str:
-        """Keep the batch; returns what to add to the message."""
-        if self.batch is None or (audit == "advantages" and self.audits.levels.get(audit) == "warn"):
-            return ""  # which hard data do often
-        kept = write_dump(self.folder, self.batch, replace(self._at, audit=audit, message=message))
-        return "" if kept is None else f"; the step's batch is kept: lockstep replay {kept}"
+        """Keep the batch; returns a sentence that says where, or an empty string."""
+        is_common = audit == "advantages" and self.audits.levels.get(audit) == "warn"  # on hard data
+        if self.batch is None or is_common or not self.keeps_batches:
+            return ""
+        info = replace(self._at, audit=audit, message=message)
+        kept = write_dump(self.folder, self.batch, info, self.write_rows)
+        if kept is None:
+            return ""
+        return (
+            f"The step's batch is kept: `lockstep rollouts {kept}` shows it, `lockstep replay {kept}` computes it again"
+        )
 
     def check_samples(self, batch: DataProto) -> None:
         """The scored samples of the step, one row per conversation."""
@@ -210,7 +209,7 @@ class StepAudit:
     def check_advantages(self, batch: DataProto) -> None:
         self.batch = batch
         if self.audits.checks("advantages"):
-            self.idle_steps.note(batch)
+            check_spread(self.audits, batch)
         if self.audits.checks("finite"):
             names = ("old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns")
             check_finite(self.audits, batch, *names)

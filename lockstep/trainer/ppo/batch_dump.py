@@ -1,12 +1,14 @@
-"""The batch of a step in which an audit found something: RUN/audits/step_N_<audit>/, which `lockstep replay` reads.
+"""The batch of a step in which an audit found something: RUN/audits/step_N_<audit>/.
 
 info.json            `DumpInfo`
-batch.safetensors    the batch as the audit saw it: `DataProto.save_to_disk`
+batch.safetensors    the batch as the audit saw it: `DataProto.save_to_disk`, for `lockstep replay`
+N.jsonl              its responses, for `lockstep rollouts`
 """
 
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -72,8 +74,13 @@ def checkpoint_name(run: Path, checkpoint: Path | None) -> str | None:
     return checkpoint.name if checkpoint.parent.resolve() == run.resolve() else str(checkpoint.resolve())
 
 
-def write_dump(run: Path, batch: DataProto, info: DumpInfo) -> Path | None:
-    """Keep the batch in the folder of a run. Returns the dump's folder; None if the audit has enough, or the disk is full."""
+def write_dump(
+    run: Path, batch: DataProto, info: DumpInfo, write_rows: Callable[[DataProto, Path], None] | None = None
+) -> Path | None:
+    """Keep the batch in the folder of a run. Returns the dump's folder; None if the audit has enough, or the disk is full.
+
+    write_rows: writes the responses of a batch into a folder, as text.
+    """
     root = run / AUDITS
     folder = root / f"step_{info.step}_{info.audit}"
     others = [found for found in root.glob(f"step_*_{info.audit}") if found != folder]
@@ -85,6 +92,8 @@ def write_dump(run: Path, batch: DataProto, info: DumpInfo) -> Path | None:
         staged.mkdir(parents=True)
         plain, left_out = _plain(batch)
         plain.save_to_disk(staged / BATCH)
+        if write_rows is not None:
+            write_rows(batch, staged)
         (staged / INFO).write_text(json.dumps(asdict(info) | {"left_out": left_out}, indent=2))
         shutil.rmtree(folder, ignore_errors=True)
         staged.rename(folder)

@@ -130,6 +130,7 @@ class PPOTrainer:
             DrawnPrompts(config, self.train_dataloader),
             RoundTrip(config, tokenizer, workers.agents, train_dataset),
             RewardProbe(config, reward_fn),
+            self._write_rows,
         )
         roles = profiled_roles(config, map(str, workers.roles))
         self.profiler = StepProfiler(config, roles, self.total_training_steps, workers.device)
@@ -254,6 +255,11 @@ class PPOTrainer:
             with marked_timer("dump_rollouts", timing):
                 self._dump(batch, folder, old_log_probs)
         return batch, metrics
+
+    def _write_rows(self, batch: DataProto, folder: Path) -> None:
+        """The responses of a batch that an audit keeps."""
+        if {"data_source", "reward_model"} <= batch.non_tensor_batch.keys():  # a dataset of the user may lack them
+            Responses.of([forks.conversations(batch)], self.tokenizer).dump(str(folder), self.global_steps)
 
     def _dump(self, batch: DataProto, folder: str, old_log_probs: OldLogProbs) -> None:
         """Write the step's responses and, if the config asks for them, their tokens."""

@@ -32,7 +32,7 @@ NUM_ROWS = 4
 EVERY = 50
 """Steps between two probes."""
 MOST_SHARE, LEAST_S = 0.01, 0.5
-"""Of a step, that a probe may take; one that takes less than so many seconds always may."""
+"""Largest share of a step that a probe may take; seconds that it may always take."""
 TENSORS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask")
 
 
@@ -50,9 +50,9 @@ class RewardProbe:
         self._is_resumed = False
 
     def check(self, audits: Audits, batch: DataProto, step: int, step_s: float) -> None:
-        """Score the probe, if it is time to: every so many steps, and in the first one after a resume.
+        """Score the probe, if it is time to: every `EVERY` steps, and in the first one after a resume.
 
-        step_s: seconds of the step so far. A function that is slow beside it is not probed.
+        step_s: seconds of the step so far. A function that is slow in comparison is not probed.
         """
         if self.rows is None and self.reason is None:
             self._choose(batch)

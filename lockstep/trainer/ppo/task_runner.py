@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import sys
 from collections.abc import Callable, Iterable, Sized
 from contextlib import ExitStack
 from pathlib import Path
@@ -41,7 +40,6 @@ from lockstep.trainer.run.training_run import seed_everything
 from lockstep.utils.device import resolve_device
 from lockstep.utils.model_path import base_folder, locate_model
 from lockstep.utils.progress import ProgressLog, phase
-from lockstep.utils.untrusted import printable
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from lockstep.workers.critic import CriticWorker
 from lockstep.workers.reward_model import RewardModelWorker
@@ -170,7 +168,6 @@ class TaskRunner:
                     return code
                 except RestartError as error:
                     if self.restarts.allows(error):
-                        sys.stderr.write(printable(f"error: {error}\n"))
                         if self._is_stopped_before_restart(error, interrupt):
                             return 130
                         config = with_values(config, error.changes)
@@ -243,7 +240,7 @@ class TaskRunner:
                     raise
                 key, size = self.lowered[-1]
                 smaller = f"{key}={size}" if "." in key else f"trials of {size} rows (trainer.audit.micro_batch_split)"
-                cause = f"{cause_of(error, trainer.config)}; restarting the workers with {smaller}"
+                cause = f"{cause_of(error, trainer.config)}; going on with {smaller}"
             else:
                 self.on_end(code)
                 return code

@@ -21,6 +21,7 @@ from lockstep.trainer.ppo.metrics import CONVERSATION_COLUMNS, name_validation_m
 from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, Sampling, extra_columns, fill_failed
 from lockstep.trainer.ppo.token_dump import TokenDump
 from lockstep.utils.decoding import decode_all
+from lockstep.utils.progress import waiting
 
 
 @dataclass
@@ -132,7 +133,9 @@ def prompt_batches(
     collate = collate_fn or getattr(dataset, "collate_fn", None) or collate_samples
     for start in range(0, len(rows), batch_size):
         part = rows[start : start + batch_size]
-        yield part, DataProto.from_single_dict(collate([dataset[row] for row in part]))
+        with waiting("data loader", type(dataset).__name__):
+            samples = collate([dataset[row] for row in part])
+        yield part, DataProto.from_single_dict(samples)
 
 
 def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[int]]:

@@ -72,7 +72,7 @@ class WorkerGroups:
         self.groups: dict[str, WorkerGroup] = {}
         self.processes: list[WorkerGroup] = []
         self._rollout_processes: WorkerGroup | None = None
-        """Those of the rollout, if it has a pool of its own."""
+        """Those of the rollout, if it has its own pool."""
         self._stop_address: tuple[str, int] | None = None
 
     @property

@@ -19,7 +19,8 @@ LEFT_OUT = (
     *("async/trainer_wait_share", "async/rollout_wait_share", "async/queue_length", "async/running_groups"),
     *("async/stale_groups", "async/filtered_groups", "training/restarts", "training/agent_workers_replaced"),
 )
-"""Beginnings of the metrics that are not compared: timings, memory, throughput, and counts since a process began."""
+"""Beginnings of the metrics that are not compared: timings, memory, throughput, counts since a process began, and findings of
+audits, which may compare with steps before the checkpoint."""
 OF_ROLLOUT_LOG_PROBS = (
     *("training/rollout_log_probs_gap", "training/rollout_probs_diff_", "rollout_corr/", "weight_sync/canary_gap"),
 )

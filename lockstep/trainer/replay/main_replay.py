@@ -66,11 +66,27 @@ The run's folder is only read. It runs the code that the run ran. Exit codes: 0 
 """
 
 
+class OnceFilter(logging.Filter):
+    """Each message once: a command may compute several runs, which warn of the same things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_new = message not in self._seen
+        self._seen.add(message)
+        return is_new
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
     level = logging.INFO if options.verbose else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", handlers=[LogHandler()])
+    handler = LogHandler()
+    handler.addFilter(OnceFilter())
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
     try:
         with out_of_memory_as_run_error():
             return _run(options)
@@ -224,11 +240,10 @@ def _replay_dump(options: argparse.Namespace) -> int:
             if not (audit := re.search(r"\(audit (\w+);", str(error))):
                 raise
             step = max((row["step"] for row in read_metrics(folder / METRICS_FILE)), default=to_replay.begin) + 1
-            message = str(error).partition("; the step")[0]
             if (audit[1], step) == (info.audit, info.step):
-                report.say(f"found again: {message}")
+                report.say(f"found again: {error}")
                 return 1
-            report.say(f"cannot be checked in a replay: it ended at step {step} with another finding: {message}")
+            report.say(f"cannot be checked in a replay: it ended at step {step} with another finding: {error}")
             return CANNOT_BE_CHECKED
         findings = read_recording(folder).findings
     report.show_findings(findings)

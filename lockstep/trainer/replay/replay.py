@@ -1,4 +1,4 @@
-"""Computes the steps of a run again, in a folder of its own: a run like any other, that ends after the recorded step.
+"""Computes the steps of a run again, in a temporary folder: a run like any other, that ends after the recorded step.
 
 config and checkpoint of the run ─► the same trainer, workers and data ─► metrics, dumps and the recording in `folder`
 """
@@ -18,6 +18,7 @@ from lockstep.config.schema import leaves, to_plain, with_values
 from lockstep.observability.jsonl import METRICS_FILE, read_metrics
 from lockstep.observability.run_folder import REFERENCE_FILE
 from lockstep.trainer.replay.source_run import PARTS, Config, StepToReplay, wrong
+from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.run.inputs import prepare_run
 
 ROLLOUTS = "rollouts"
@@ -46,9 +47,13 @@ def replay(
         shutil.copy(to_replay.run / REFERENCE_FILE, folder / REFERENCE_FILE)
     saves = save_before and to_replay.step - 1 > to_replay.begin
     prepare_run(config)
-    with _quiet():
-        if _compute(config, to_replay, folder, saves, batch):
-            raise KeyboardInterrupt
+    try:
+        with _quiet():
+            if _compute(config, to_replay, folder, saves, batch):
+                raise KeyboardInterrupt
+    except RunError as error:  # its files are deleted: name none of them
+        cause = str(error).partition("; the run ended early")[0].partition(f" (traceback: {folder}")[0]
+        raise RunError(cause, error.exit_code) from error
     return next(row for row in read_metrics(folder / METRICS_FILE) if row["step"] == to_replay.step)
 
 

@@ -98,6 +98,7 @@ class Recorder(PPORecorder):
     def started(self, trainer: PPOTrainer) -> None:
         super().started(trainer)
         self.task.check_data(trainer.train_dataloader)
+        trainer.audit.keeps_batches = False  # the folder is deleted
         if self.task.journal is not None:
             trainer.source.close()
             trainer.audits.levels["data_order"] = "off"  # no prompts are drawn

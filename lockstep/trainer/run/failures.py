@@ -64,19 +64,25 @@ _METHOD = re.compile(r"raised in .* by \w+\.(?P<name>\w+)")
 
 
 def cause_of(error: Exception, config: PPOConfig | SupervisedConfig) -> str:
-    """What to tell the user about the end of a run, with its traceback in a file; an unexpected error is raised again."""
+    """What to tell the user about the end of a run; the traceback goes to a file. An unexpected error is raised again."""
     cause = None if os.environ.get("LOCKSTEP_DEBUG") else explain(error, config)
+    log = _write_traceback(error, config)
     if cause is None:
         if (report := worker_report(error)) is None:
             raise error
         sys.stderr.write(printable(f"{report}\n"))
-        return f"{type(error).__name__} on a worker"
+        cause = f"{type(error).__name__} on a worker"
+    return cause if log is None else f"{cause} (traceback: {log})"
+
+
+def _write_traceback(error: Exception, config: PPOConfig | SupervisedConfig) -> Path | None:
+    """The file; None if it cannot be written."""
     log = Path(config.trainer.default_local_dir).expanduser() / "error.txt"
     try:
         log.write_text("".join(traceback.format_exception(error)))
     except OSError:  # the folder may be the cause
-        return cause
-    return f"{cause} (traceback: {log})"
+        return None
+    return log
 
 
 def how_to_resume(config: PPOConfig | SupervisedConfig, saved: Path | None) -> str:

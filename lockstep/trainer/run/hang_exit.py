@@ -5,6 +5,7 @@ the watchdog's verdict ─► HangInterrupt in the run's thread ─► everythin
 """
 
 import ctypes
+import multiprocessing
 import os
 import sys
 import threading
@@ -113,7 +114,7 @@ def set_exit_code(code: int) -> None:
 
 
 def force_exit(message: str, code: int = EXIT_CODE) -> None:
-    """End this process now, whatever its threads do."""
+    """End this process now, whatever its threads do, and those that it has started by multiprocessing, such as data loaders."""
 
     def write() -> None:
         sys.stderr.write(printable(message))
@@ -121,6 +122,8 @@ def force_exit(message: str, code: int = EXIT_CODE) -> None:
         sys.stderr.flush()
 
     _bounded(write, 1.0)
+    for child in multiprocessing.active_children():
+        child.kill()
     os._exit(code)
 
 

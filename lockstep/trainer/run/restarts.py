@@ -18,6 +18,7 @@ from lockstep.observability.status_file import StatusFile
 from lockstep.observability.watchdog.deadlines import Deadlines
 from lockstep.single_controller.futures import HangError, RestartError
 from lockstep.utils.progress import phase
+from lockstep.utils.untrusted import printable
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,8 @@ class Restarts(ExitStack):
         self._append(record | {"counts": error.counts, "wait_s": pause_s} | changes)
         changed = "".join(f", with {name}={value}" for name, value in error.changes.items())
         begin = checkpoint or "the start of the run"
-        logger.warning(
-            "restarting the workers from %s (%d restarts left)%s in %g s", begin, self.left, changed, pause_s
-        )
+        what = f"restarting the workers from {begin} ({self.left} restarts left){changed} in {pause_s:g} s"
+        logger.warning("%s; %s", printable(str(error)).rstrip("."), what)
         return pause_s
 
     def wait(self, pause_s: float, is_stopped: Callable[[], bool]) -> bool:

@@ -273,7 +273,7 @@ def test_the_hf_engine_halves_its_batch(
 
 @pytest.fixture
 def cuda_memory() -> Iterator[Callable[[int], None]]:
-    """Limits what torch may reserve to so many bytes more than it has; the allocator then refuses as on a full device."""
+    """Limits what torch may reserve to what it has and this number of bytes; the allocator then refuses as on a full device."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
 

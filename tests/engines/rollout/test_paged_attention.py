@@ -26,6 +26,8 @@ OPTIONS = [
     LayerOptions(0.3, softcap=0.7),
     LayerOptions(0.3, sinks=SINKS),
     LayerOptions(0.3, 3, 0.7, SINKS),
+    LayerOptions(0.3, chunk=4),
+    LayerOptions(0.3, softcap=0.7, chunk=4),
 ]
 CPU = torch.device("cpu")
 

@@ -17,19 +17,21 @@ WARN = dict.fromkeys(AuditConfig.__dataclass_fields__, "warn")
 
 
 def audited(folder: Path, case: Case) -> list[dict[str, str]]:
-    """The findings of: three healthy updates; a mean over the micro-batch; tensors of the last rank that change; a stale rollout;
-    a reference that changes there."""
+    """The findings of: three healthy updates; a gradient of the last rank that is not finite; a mean over the micro-batch;
+    tensors of the last rank that change; a stale rollout; a reference that changes there."""
     engine = build_engine(folder, case)
     audit = UpdateAudit(engine, case.compute, CPU, clip_grad=1.0)
     module = engine.rollout_module()
     is_last = dist.get_rank() == dist.get_world_size() - 1
 
-    def update(number: int, *, mean: bool = False) -> dict[str, str]:
+    def update(number: int, *, mean: bool = False, nan: bool = False) -> dict[str, str]:
         rows = own_rows(engine, make_batch(number, num_real=8))
 
         def loss_fn(outputs: dict[str, Tensor], part: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
             count = part["response_mask"].sum() if mean else 40
             share = summed_loss(outputs, part) / count
+            if nan and is_last:  # only the gradient
+                share = share + 0.0 * (share - share.detach()).sqrt()
             return share, {"loss": share}
 
         micro = MicroBatching(num_rows=4)
@@ -52,8 +54,9 @@ def audited(folder: Path, case: Case) -> list[dict[str, str]]:
         healthy |= update(number)
         with engine.lend_weights(module):
             audit.check_lent(module, number)
+    found = [healthy | audit.audits.take_findings(), update(3, nan=True)]
     audit._splits.num_checked = 0
-    found = [healthy | audit.audits.take_findings(), update(3, mean=True), update(4)]
+    found += [update(3, mean=True), update(4)]
     with engine.lend_weights(module), torch.no_grad():
         for name, parameter in list(module.named_parameters()):
             path, _, leaf = name.rpartition(".")
@@ -80,4 +83,5 @@ def check(results: list[list[dict[str, str]]], *, has_frozen: bool = True) -> No
     assert all(result == results[0] for result in results)
     names = [sorted(found) for found in results[0]]
     frozen = ["frozen_parameters"] if has_frozen else []
-    assert names == [[], ["micro_batch_split"], frozen, ["weights"], ["reference_policy"]], names
+    assert "the weights are unchanged, the update is skipped" in results[0][1]["finite"]
+    assert names == [[], ["finite"], ["micro_batch_split"], frozen, ["weights"], ["reference_policy"]], names

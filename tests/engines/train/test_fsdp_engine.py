@@ -217,7 +217,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(folder: Path) -> None:
 
 
 def test_a_model_that_differs_from_transformers_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.models.decoder_layer.norm_eps", lambda module: 0.5)
+    monkeypatch.setattr("lockstep.models.stream_layer.norm_eps", lambda module: 0.5)
     with pytest.raises(
         ValueError, match=r"training with packed rows computes Qwen2ForCausalLM differently .* in float32"
     ):

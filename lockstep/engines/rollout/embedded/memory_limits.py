@@ -77,7 +77,7 @@ class MemoryLimits:
         scheduler.preempt_above(0)
         num_slots = min(scheduler.max_num_seqs, scheduler.blocks.num_slots)
         self.drop_cache(runner)
-        self._note("kv_blocks", max(least, current // 2), f"a step beside a KV cache of {current} blocks", reason)
+        self._note("kv_blocks", max(least, current // 2), f"a step with a KV cache of {current} blocks", reason)
         self.grow_cache(runner, max(least, current // 2), num_slots)
 
     def drop_cache(self, runner: ModelRunner) -> None:

@@ -19,6 +19,7 @@ from lockstep.engines.rollout.embedded.state_slots import LayerStates, bytes_per
 from lockstep.engines.rollout.rollout_engine import evaluation_mode, shortage_of
 from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
+from lockstep.models.decoder import decoder_of
 from lockstep.models.known_models import why_own_forward
 from lockstep.models.log_probs import vocabulary_head
 from lockstep.models.router_replay import Routing
@@ -212,7 +213,7 @@ class ModelRunner:
         mask.lockstep_context = context
         if self._routing is not None:
             self._routing.begin()
-        output = self.model.get_decoder()(
+        output = decoder_of(self.model)(
             input_ids=token_ids,
             position_ids=position_ids,
             attention_mask=mask,
@@ -303,6 +304,8 @@ def check_layers(model: Any, probe: LayerProbe) -> None:
     for index, kind in enumerate(kinds or ()):
         if kind == "sliding_attention" and (index not in layers or layers[index].sliding_window is None):
             raise refusal(model, f"layer {index} does not pass its sliding window to the attention function")
+    if model.device.type == "cuda" and any(shape.is_indexed for shape in layers.values()):
+        raise refusal(model, "its layers pick keys by an index, which decodes on the CPU only")
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     if layers and not kinds and window is not None and all(s.sliding_window is None for s in layers.values()):
         raise refusal(model, f"no layer passes sliding_window={window} of its config to the attention function")

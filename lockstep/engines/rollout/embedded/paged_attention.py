@@ -8,7 +8,7 @@ Legend: T tokens of the step, N rows, Q new tokens per row, L cached tokens per 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.engines.rollout.embedded.state_slots import LayerStates, PrefillStates, StateShape, StateSlots
-from lockstep.models.attention import LayerOptions, PackedAttention, eager_attention
+from lockstep.models.attention import LayerOptions, PackedAttention, additive_mask, eager_attention
 from lockstep.models.state_rows import RowStates, StateCore, StateName
 from lockstep.utils.device import to_device
 
@@ -30,6 +30,7 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype
     sliding_window: int | None = None
+    is_indexed: bool = False
 
     @property
     def bytes_per_token(self) -> int:
@@ -63,7 +64,8 @@ class LayerProbe:
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         index = _unique_index(layer, self.layers)
-        self.layers[index] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, options.sliding_window)
+        window, is_indexed = options.sliding_window, options.index is not None
+        self.layers[index] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, window, is_indexed)
         groups = query.shape[1] // key.shape[1]
         return value.repeat_interleave(groups, 1).transpose(1, 2)  # only the shape matters
 
@@ -199,37 +201,49 @@ class CachedRows:
         self.table = table
         self.positions = positions
         self.num_tokens = positions.numel()
-        self._gather_index: dict[int, Tensor] = {}
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._gather_rows: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int, tuple[int | None, int | None]], Tensor] = {}
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, num_heads: int, options: LayerOptions) -> Tensor:
         """query (H, T, D) of the whole step; keys and values of the layer's cache -> (N * Q, H, D)."""
         num_rows, length_q = self.positions.shape
         groups = query.shape[0] // num_heads
-        if num_heads not in self._gather_index:
-            self._gather_index[num_heads] = blocks_of_heads(self.table, num_heads)
-        index = self._gather_index[num_heads]
-        k, v = (t.index_select(0, index).view(num_rows, num_heads, -1, t.shape[-1]) for t in (keys, values))
+        if num_heads not in self._gather_rows:
+            self._gather_rows[num_heads] = blocks_of_heads(self.table, num_heads)
+        gathered = self._gather_rows[num_heads]
+        k, v = (t.index_select(0, gathered).view(num_rows, num_heads, -1, t.shape[-1]) for t in (keys, values))
+        unpicked = None
+        if options.index is not None:
+            index = options.index.tokens(slice(self.first, self.first + self.num_tokens)).rows(num_rows)
+            k, scored = index.split_keys(k, query.shape[-1])
+            unpicked = index.hide_others(scored, self._hidden(k.shape[2], options))
         q = query[:, self.first : self.first + self.num_tokens].transpose(0, 1).unflatten(0, (num_rows, length_q))
         if options.softcap is None and options.sinks is None:
             # the G query heads of a key head become G more queries, so that keys are not repeated
             q = q.unflatten(2, (num_heads, groups)).transpose(1, 2).flatten(2, 3)  # (N, HK, Q * G, D)
-            mask = self._mask(k.shape[2], groups, options.sliding_window, query.dtype)
+            mask = self._mask(k.shape[2], groups, options, query.dtype, unpicked)
             out = F.scaled_dot_product_attention(q, k, v, mask, scale=options.scaling)
             out = out.unflatten(2, (length_q, groups)).transpose(1, 2)  # (N, Q, HK, G, D)
         else:
-            out = eager_attention(q.transpose(1, 2), k, v, self.positions, options).transpose(1, 2)
+            out = eager_attention(q.transpose(1, 2), k, v, self.positions, options, unpicked).transpose(1, 2)
         return out.reshape(self.num_tokens, num_heads * groups, -1)
 
-    def _mask(self, length: int, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(
+        self, length: int, groups: int, options: LayerOptions, dtype: torch.dtype, unpicked: Tensor | None
+    ) -> Tensor:
         """(N, 1, Q * G, L): 0 if the query sees the token, else -inf."""
-        if (groups, window) not in self._masks:
-            distance = self.positions.repeat_interleave(groups, 1)[:, None, :, None]
-            distance = distance - torch.arange(length, device=self.table.device)
-            hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[groups, window] = mask.masked_fill_(hidden, float("-inf"))
-        return self._masks[groups, window]
+        if unpicked is not None:
+            return additive_mask(unpicked.repeat_interleave(groups, 1), dtype)[:, None]
+        which = (groups, options.extent)
+        if which not in self._masks:
+            hidden = self._hidden(length, options).repeat_interleave(groups, 1)
+            self._masks[which] = additive_mask(hidden, dtype)[:, None]
+        return self._masks[which]
+
+    def _hidden(self, length: int, options: LayerOptions) -> Tensor:
+        """(N, Q, L): whether the query may not see the token."""
+        hidden: Tensor = options.hides(self.positions[:, :, None], torch.arange(length, device=self.table.device))
+        return hidden
 
 
 class PagedAttention:
@@ -265,6 +279,8 @@ class PagedAttention:
         outputs = [rows.attend(query[0], keys, values, key.shape[1], options) for rows in self.cached]
         if self.fresh is not None:
             q, k, v = (t[:, :, self.num_cached :] for t in (query, key, value))
+            if options.index is not None:
+                options = replace(options, index=options.index.tokens(slice(self.num_cached, None)))
             outputs.append(self.fresh.attend(layer, q, k, v, options)[0])
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 

@@ -19,6 +19,9 @@ class ColocatedSource(AsyncSource):
     def _take(self, prompts: Iterator[DataProto], step: int) -> list[Group]:
         self._rollout.resume()
         try:
-            return super()._take(prompts, step)
-        finally:
-            self._rollout.pause()
+            groups = super()._take(prompts, step)
+        except BaseException:
+            self._rollout.interrupt()
+            raise
+        self.repairing(self._rollout.pause)  # here, because the groups are taken: calling this again takes others
+        return groups

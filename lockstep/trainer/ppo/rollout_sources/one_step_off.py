@@ -28,10 +28,15 @@ class OneStepOffSource(AsyncSource):
         self._rollout.resume()
         groups = super()._take(prompts, step)
         if next_batch:
-            self._send_weights()
-            self._rollout.resume()
-            self._rollout.start(step)
+            self.repairing(
+                lambda: self._begin_next(step)
+            )  # here, because the groups are taken: calling this again takes others
         return groups
+
+    def _begin_next(self, step: int) -> None:
+        self._send_weights()
+        self._rollout.resume()
+        self._rollout.start(step)
 
     def update_weights(self, policy_version: int) -> dict[str, float]:
         self.policy_version = policy_version

@@ -7,13 +7,14 @@ Legend: n rows, C columns, H query heads, HK key heads, G = H / HK, D head dimen
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.engines.rollout.embedded.paged_attention import PagedCache, blocks_of_heads, slots_of_heads
-from lockstep.models.attention import LayerOptions
+from lockstep.models.attention import LayerOptions, additive_mask
 from lockstep.models.state_rows import RowStates, StateCore
 
 
@@ -50,7 +51,10 @@ class CpuDecodeAttention:
         outputs = []
         for group in self._groups:
             q, k, v = (t[0, :, group.rows] for t in (query, key, value))
-            outputs.append(group.attend(index, self.step, q, k, v, options))
+            own = options
+            if options.index is not None:
+                own = replace(options, index=options.index.tokens(group.rows).rows(q.shape[1]))
+            outputs.append(group.attend(index, self.step, q, k, v, own))
         return torch.cat(outputs)[None]
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
@@ -95,7 +99,7 @@ class _RowGroup:
         width = max(len(table) for table in tables)
         self.table = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables])
         self.num_cached = int(positions[0].max())
-        self.masks: dict[int | None, Tensor | None] = {}
+        self.masks: dict[tuple[int | None, int | None], Tensor | None] = {}
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
         length = positions[0][:, None]
         column = torch.arange(self.num_cached + len(positions))
@@ -113,7 +117,12 @@ class _RowGroup:
         keys, values = keys[:, :, : column + 1], values[:, :, : column + 1]
         # the G query heads of a key head are G queries, so that keys are not repeated
         q = query.transpose(0, 1).contiguous().unflatten(1, (len(key), -1))  # (n, HK, G, D)
-        mask = self._mask(step, options.sliding_window, query.dtype)
+        if options.index is None:
+            mask = self._mask(step, options, query.dtype)
+        else:
+            keys, scored = options.index.split_keys(keys, query.shape[-1])
+            unpicked = options.index.hide_others(scored, self._hidden(step, options)[:, None])
+            mask = additive_mask(unpicked, query.dtype)[:, None]
         if options.softcap is None and options.sinks is None:
             out = F.scaled_dot_product_attention(q, keys, values, mask, scale=options.scaling)
             return out.flatten(1, 2)
@@ -153,13 +162,14 @@ class _RowGroup:
         keys[:, :, cached], values[:, :, cached] = old_keys, old_values
         return keys, values
 
-    def _mask(self, step: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def _mask(self, step: int, options: LayerOptions, dtype: torch.dtype) -> Tensor | None:
         """(n, 1, 1, columns so far): 0 if the row sees the token, else -inf; None if every row sees all."""
-        if window not in self.masks:
-            hidden = self._padding
-            if window is not None:
-                hidden = hidden | (self._token_positions <= self.positions[step, :, None] - window)
-            hidden = hidden[:, None, None, : self.num_cached + step + 1]
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            self.masks[window] = mask if bool(hidden.any()) else None
-        return self.masks[window]
+        if options.extent not in self.masks:
+            hidden = self._hidden(step, options)
+            self.masks[options.extent] = additive_mask(hidden, dtype)[:, None, None] if bool(hidden.any()) else None
+        return self.masks[options.extent]
+
+    def _hidden(self, step: int, options: LayerOptions) -> Tensor:
+        """(n, columns so far): whether the row may not see the token."""
+        hidden: Tensor = self._padding | options.hides(self.positions[step, :, None], self._token_positions)
+        return hidden[:, : self.num_cached + step + 1]

@@ -41,6 +41,7 @@ class CudaDecodeAttention:
             *(self.tables, self.slot_ids, self.positions, self.cache_slots),
             scale=options.scaling,
             window=options.sliding_window,
+            chunk=options.chunk,
             softcap=options.softcap,
             sinks=options.sinks,
             block_size=self.block_size,

@@ -1,0 +1,112 @@
+"""What some attention layers of transformers compute from the whole row that they are given, on packed tokens.
+
+    Llama 4:        queries of layers without rope are scaled by position ─► by position_ids rather than by place in the row
+    DeepSeek-V3.2:  the indexer picks keys of its row ─► it returns a `KeyIndex`, and the attention context picks
+
+Both do what transformers does if the model attends by transformers' own functions.
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.key_index import KeyIndex
+
+
+@dataclass(frozen=True)
+class IndexerForm:
+    """
+    rope:       name of the rotary function in the module of the class.
+    rope_first: whether it turns the first part of a head, or the last.
+    """
+
+    rope: str = "apply_rotary_pos_emb"
+    rope_first: bool = True
+
+
+INDEXERS: dict[str, IndexerForm] = {
+    "DeepseekV32Indexer": IndexerForm(),
+    "AXK2Indexer": IndexerForm(),
+    "GlmMoeDsaIndexer": IndexerForm(rope="apply_rotary_pos_emb_interleave"),
+    "HYV4Indexer": IndexerForm(rope_first=False),
+}
+"""Name of an indexer class in `transformers.models` -> its form."""
+
+
+def install_attention_variants(model: nn.Module) -> None:
+    """Prepare the layers of a transformers model; no-op for those that need nothing."""
+    for layer in list(model.modules()):
+        attention: Any = getattr(layer, "self_attn", None)
+        if type(attention).__name__ == "Llama4TextAttention" and not layer._forward_pre_hooks:
+            layer.register_forward_pre_hook(_ScaleByPosition(bool(attention.attn_temperature_tuning)), with_kwargs=True)
+        indexer: Any = getattr(attention, "indexer", None)
+        form = INDEXERS.get(type(indexer).__name__)
+        if form is not None and type(indexer).__module__.startswith("transformers.models."):
+            attention.indexer = PackedIndexer(indexer, form)
+
+
+class _ScaleByPosition:
+    """Hook of a Llama 4 layer: its attention leaves the scale of queries to `lockstep_attention`, which knows their positions."""
+
+    def __init__(self, is_scaled: bool) -> None:
+        self.is_scaled = is_scaled
+
+    def __call__(self, layer: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        attention = layer.self_attn
+        is_packed = options.get("lockstep_context") is not None
+        attention.attn_temperature_tuning = self.is_scaled and not is_packed
+        if is_packed and self.is_scaled and not attention.use_rope:
+            count = torch.floor((options["position_ids"].float() + 1.0) / attention.floor_scale)
+            options = options | {"query_scale": torch.log1p(count) * attention.attn_scale + 1.0}
+        return args, options
+
+
+class PackedIndexer(nn.Module):
+    """indexer: the module that this one replaces, with the same children."""
+
+    reference: Any
+
+    def __init__(self, indexer: Any, form: IndexerForm) -> None:
+        super().__init__()
+        self._modules = indexer._modules
+        self.__dict__["reference"] = indexer  # not a child
+        self.form = form
+        self.config = indexer.config
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        if self.config._attn_implementation != ATTENTION_NAME:
+            return self.reference(hidden_states, q_resid, position_embeddings, *args, **options)
+        return self._index(hidden_states, q_resid, position_embeddings)
+
+    @torch.no_grad()
+    def _index(self, x: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> KeyIndex:
+        own = self.reference
+        queries = own.wq_b(q_resid).unflatten(-1, (own.n_heads, own.head_dim))
+        keys = own.k_norm(own.wk(x).to(own.k_norm.weight.dtype)).to(x.dtype).unsqueeze(2)
+        queries, keys = self._rotated(queries, keys, position_embeddings)
+        weights = own.weights_proj(x.to(own.weights_proj.weight.dtype)).float()
+        weights = weights * (own.n_heads**-0.5 * own.softmax_scale)
+        return KeyIndex(queries, weights, own.index_topk, keys.squeeze(2))
+
+    def _rotated(
+        self, queries: Tensor, keys: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        own = self.reference
+        rope = getattr(sys.modules[type(own).__module__], self.form.rope)
+        rest = own.head_dim - own.qk_rope_head_dim
+        place = 0 if self.form.rope_first else 1
+        sizes = (own.qk_rope_head_dim, rest) if self.form.rope_first else (rest, own.qk_rope_head_dim)
+        q, k = list(queries.split(sizes, -1)), list(keys.split(sizes, -1))
+        q[place], k[place] = rope(q[place], k[place], *position_embeddings, unsqueeze_dim=2)
+        return torch.cat(q, -1), torch.cat(k, -1)

@@ -1,0 +1,149 @@
+"""Gated DeltaNet: a depthwise causal convolution and the gated delta rule, on rows with their states (Yang et al. 2024, arXiv
+2412.06464).
+
+    q, k, v = silu(convolution(q, k, v)), then per head
+    S = exp(g) S;  S += k (β (v - Sᵀ k))ᵀ;  out = Sᵀ q         g = -exp(A_log) softplus(a + dt_bias), β = sigmoid(b)
+
+The mathematics is transformers' own: chunks of tokens in training and prefill, one token after another in decode. These functions
+call the kernels of flash-linear-attention and causal-conv1d if the packages are installed.
+
+Shapes: N rows of L tokens; HK key heads of DK, HV value heads of DV; states: conv (N, C, K), the last K inputs of the convolution,
+and recurrent (N, HV, DK, DV) in float32.
+"""
+
+import sys
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.activations import ACT2FN
+
+from lockstep.kernels.ops import HALF
+from lockstep.models.state_rows import RowStates
+
+SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
+
+
+def gated_delta(mixer: Any, x: Tensor) -> "GatedDelta":
+    """The core of a transformers mixer. x: its input; the kernel without padding serves half precision on CUDA."""
+    if x.is_cuda and x.dtype in HALF and has_linear_attention_kernels():
+        return PackedGatedDelta(mixer)
+    return GatedDelta(mixer)
+
+
+@cache
+def has_linear_attention_kernels() -> bool:
+    """Whether flash-linear-attention is installed."""
+    return find_spec("fla") is not None
+
+
+class GatedDelta:
+    """A `StateCore`: (N, L, C) of q, k (HK * DK each), v (HV * DV), b and a (HV each) -> (N, L, HV * DV)."""
+
+    def __init__(self, mixer: Any) -> None:
+        self.mixer = mixer
+        self.functions: Any = sys.modules[type(mixer).__module__]
+
+    def __call__(self, rows: Tensor, states: RowStates) -> Tensor:
+        if rows.shape[1] == 1 and states.tensors:
+            return self.step(rows, states)
+        mixer = self.mixer
+        length = rows.shape[1]
+        qkv, b, a = self._split(rows)
+        before = states.tensors.get(("recurrent", 0))
+        inputs = states.update_conv_state(qkv.transpose(1, 2), conv_kernel_size=mixer.conv_kernel_size)
+        qkv = self._convolution(inputs)[..., -length:].transpose(1, 2)
+        out, after = self.functions.torch_chunk_gated_delta_rule(
+            *self._heads(qkv, b, a),
+            chunk_size=min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 1 << (length - 1).bit_length())),
+            initial_state=before,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        states.update_recurrent_state(after)
+        return out.flatten(2)
+
+    def step(self, rows: Tensor, states: RowStates) -> Tensor:
+        """One token per row, after others: (N, 1, C) -> (N, 1, HV * DV). No synchronisation with the host, nothing in place."""
+        mixer = self.mixer
+        qkv, b, a = self._split(rows)
+        states.update_conv_state(qkv.transpose(1, 2))
+        window, weight = states.tensors["conv", 0].float(), mixer.conv1d.weight.squeeze(1).float()
+        qkv = ACT2FN[mixer.activation]((window * weight).sum(-1)).to(rows.dtype)
+        out, after = self.functions.torch_recurrent_gated_delta_rule(
+            *self._heads(qkv[:, None], b, a),
+            initial_state=states.tensors["recurrent", 0],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        states.update_recurrent_state(after)
+        return out.flatten(2)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mixer = self.mixer
+        qkv, b, a = x.split((mixer.conv_dim, mixer.num_v_heads, mixer.num_v_heads), -1)
+        return qkv, b, a
+
+    def _convolution(self, inputs: Tensor) -> Tensor:
+        """(N, C, L) -> (N, C, L); the first tokens see zeros before them."""
+        conv = self.mixer.conv1d
+        out: Tensor = self.functions.causal_conv1d_fn(
+            inputs, conv.weight.squeeze(1), conv.bias, activation=self.mixer.activation
+        )
+        return out
+
+    def _heads(self, qkv: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v (N, L, HV, D), g and β (N, L, HV), as the delta rule takes them."""
+        mixer = self.mixer
+        q, k, v = qkv.split((mixer.key_dim, mixer.key_dim, mixer.value_dim), -1)
+        q, k, v = (
+            t.unflatten(-1, (-1, size))
+            for t, size in ((q, mixer.head_k_dim), (k, mixer.head_k_dim), (v, mixer.head_v_dim))
+        )
+        if (copies := mixer.num_v_heads // mixer.num_k_heads) > 1:
+            q, k = q.repeat_interleave(copies, 2), k.repeat_interleave(copies, 2)
+        g = -mixer.A_log.float().exp() * F.softplus(a.float() + mixer.dt_bias)
+        return q, k, v, g, b.float().sigmoid()
+
+
+class PackedGatedDelta(GatedDelta):
+    """With the variable-length kernel of flash-linear-attention: a `PackedCore`."""
+
+    def packed(self, x: Tensor, bounds: Tensor, states: RowStates) -> Tensor:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        qkv, b, a = self._split(x)
+        before = states.tensors.get(("recurrent", 0))
+        qkv = self._packed_convolution(qkv[0], bounds, states)[None]
+        q, k, v, g, beta = self._heads(qkv, b, a)
+        out, after = chunk_gated_delta_rule(
+            *(q, k, v, g, beta),
+            initial_state=before,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            cu_seqlens=bounds,
+        )
+        states.update_recurrent_state(after)
+        return out.flatten(2)
+
+    def _packed_convolution(self, x: Tensor, bounds: Tensor, states: RowStates) -> Tensor:
+        """(T, C) -> (T, C): one row, with the K inputs before each sequence in front of it."""
+        width = self.mixer.conv_kernel_size
+        num_rows, num_tokens = len(bounds) - 1, len(x)
+        row = torch.searchsorted(bounds[1:], torch.arange(num_tokens, device=x.device), right=True)
+        place = torch.arange(num_tokens, device=x.device) + (row + 1) * width
+        last = torch.arange(width, device=x.device) - width  # the K places before a sequence or at its end
+        shift = torch.arange(1, num_rows + 1, device=x.device) * width
+        inputs = x.new_zeros(num_tokens + num_rows * width, x.shape[1]).index_copy(0, place, x)
+        before = states.tensors.get(("conv", 0))
+        if before is not None:
+            starts = (bounds[:-1] + shift)[:, None] + last
+            inputs = inputs.index_copy(0, starts.flatten(), before.transpose(1, 2).flatten(0, 1).to(x.dtype))
+        ends = (bounds[1:] + shift)[:, None] + last
+        states.tensors["conv", 0] = (
+            inputs.index_select(0, ends.flatten()).unflatten(0, (num_rows, width)).transpose(1, 2)
+        )
+        return self._convolution(inputs.t()[None])[0].t().index_select(0, place)

@@ -1,0 +1,86 @@
+"""The layer with a state (Gated DeltaNet): norm, mixer, gated MLP on a residual stream. Training and decoding, CPU and CUDA.
+
+    stream ─► norm ─► q, k, v, b, a, z (one product) ─► context.mix: convolution, delta rule ─► norm, gate z ─► stream += out_proj
+           ─► norm ─► gate, up (one product) ─► activation(gate) * up                                      ─► stream += down_proj
+
+`StateLayer` is to layers with a state what `DecoderLayer` (`models/decoder_layer.py`) is to layers with attention: it computes with
+the children of the transformers layer that it replaces. What differs between architectures is in `StateForm`, of which
+`models/known_models.py` has one per mixer class. Which tokens are one sequence, and with which state it begins, is up to the
+context (`models/attention.py`); the mathematics on rows is in `models/gated_delta.py`.
+
+Shapes: x (B, T, E); HK key heads of DK, HV value heads of DV. B is 1 for packed tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.ops import NormKind, add_linear, joint_linear
+from lockstep.models.attention import AttentionContext, require_context
+from lockstep.models.gated_delta import gated_delta
+from lockstep.models.stream_layer import StreamLayer
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """What an architecture does differently.
+
+    projections: names of the linear layers from the stream, computed as one product.
+    by_key_head: whether their outputs are q, k, v, z of the first key head, of the second, …, then b, a of the first, of the
+                 second, … (Qwen3-Next); otherwise q, k, v, b, a, z of all heads.
+    norm:        kind of the norms of the stream.
+    """
+
+    projections: tuple[str, ...]
+    by_key_head: bool = False
+    norm: NormKind = "rms_offset"
+
+
+class StateLayer(StreamLayer):
+    """layer: the transformers layer that this one replaces. config: of the model."""
+
+    linear_attn: Any
+
+    def __init__(self, layer: Any, form: StateForm, config: Any) -> None:
+        mixer = layer.linear_attn
+        super().__init__(layer, mixer.hidden_size, form.norm, mixer.activation)
+        self.form = form
+        self.config = config
+        self.layer_idx: int = mixer.layer_idx
+
+    def forward(
+        self, hidden_states: Tensor, lockstep_context: AttentionContext | None = None, **options: Any
+    ) -> Tensor:
+        require_context(self.reference, lockstep_context, self.config)
+        if lockstep_context is None:  # transformers' own forward, see `reference_layers`
+            out: Tensor = self.reference(hidden_states, **options)
+            return out
+        x, stream = self._norm_stream("input_layernorm", hidden_states.float())
+        stream = add_linear(stream, self._mix(x, lockstep_context), self.linear_attn.out_proj)
+        return self._mlp(*self._norm_stream("post_attention_layernorm", stream))
+
+    def _mix(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """x (B, T, E) -> (B, T, HV * DV), before the output projection."""
+        mixer = self.linear_attn
+        projected = joint_linear(x, [getattr(mixer, name) for name in self.form.projections])
+        inputs, z = (
+            self._by_key_head(projected)
+            if self.form.by_key_head
+            else projected.split((mixer.conv_dim + 2 * mixer.num_v_heads, mixer.value_dim), -1)
+        )
+        mixed = context.mix(mixer, gated_delta(mixer, inputs), inputs)
+        mixed, z = (t.unflatten(-1, (-1, mixer.head_v_dim)) for t in (mixed, z))
+        out: Tensor = mixer.norm(mixed, z)
+        return out.flatten(2)
+
+    def _by_key_head(self, projected: Tensor) -> tuple[Tensor, Tensor]:
+        """q, k, v, b, a of all heads, and z; see `StateForm.by_key_head`."""
+        mixer = self.linear_attn
+        values, value_heads = mixer.value_dim // mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
+        qkvz, ba = projected.split((2 * mixer.key_dim + 2 * mixer.value_dim, 2 * mixer.num_v_heads), -1)
+        qkvz, ba = (t.unflatten(-1, (mixer.num_k_heads, -1)) for t in (qkvz, ba))
+        q, k, v, z = qkvz.split((mixer.head_k_dim, mixer.head_k_dim, values, values), -1)
+        b, a = ba.split(value_heads, -1)
+        return torch.cat([t.flatten(2) for t in (q, k, v, b, a)], -1), z.flatten(2)
