@@ -307,6 +307,38 @@ def add_up(rows: torch.Tensor, states: RowStates) -> torch.Tensor:
     return total
 
 
+class AddUpPacked:
+    """The same on rows one after another."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def __call__(self, rows: torch.Tensor, states: RowStates) -> torch.Tensor:
+        raise AssertionError("rows of equal length are not needed")
+
+    def packed(self, x: torch.Tensor, bounds: torch.Tensor, states: RowStates) -> torch.Tensor:
+        lengths = bounds.diff().tolist()
+        self.calls.append(lengths)
+        parts = [RowStates({name: t[i : i + 1] for name, t in states.tensors.items()}) for i in range(len(lengths))]
+        out = [add_up(row, part) for row, part in zip(x.split(lengths, 1), parts)]
+        states.tensors.update(RowStates.cat(parts).tensors)
+        return torch.cat(out, 1)
+
+
+def test_prefill_rows_of_any_length_are_computed_together_if_the_core_can() -> None:
+    store = StateSlots({0: {("recurrent", 0): StateShape((1,), torch.float32)}}, 4, CPU)
+    tokens = torch.tensor([1.0, 10.0, 20.0, 100.0, 200.0, 1000.0])[None, :, None]
+    for number, expected in enumerate([[1, 10, 30, 100, 300, 1000], [2, 40, 60, 400, 600, 1000]]):
+        groups = [
+            RowGroup(0, 1, torch.tensor([1]), number == 0),
+            RowGroup(1, 2, torch.tensor([2, 0]), number == 0),
+            RowGroup(5, 1, torch.tensor([3]), True),
+        ]
+        core = AddUpPacked()
+        assert PrefillStates(store, groups).mix(0, core, tokens).flatten().tolist() == expected
+        assert core.calls == ([[1, 2, 2, 1]] if number == 0 else [[1, 2, 2], [1]])
+
+
 def test_prefill_rows_of_each_length_are_computed_together() -> None:
     store = StateSlots({0: {("recurrent", 0): StateShape((1,), torch.float32)}}, 3, CPU)
 
