@@ -20,6 +20,7 @@ from lockstep.engines.rollout.embedded.state_slots import (
 )
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.known_models import install_decoder_layers
+from lockstep.models.split_weights import check_sizes
 from lockstep.models.state_rows import RowStates
 from tests.engines.rollout.rollout_cases import (
     assert_same,
@@ -249,12 +250,10 @@ def test_memory_is_shared_by_states_and_blocks(model: Any, monkeypatch: pytest.M
     assert runner.max_num_blocks(0.5, num_slots=9) == 50
 
 
-def test_several_ranks_cannot_hold_a_state(model: Any) -> None:
-    engine = embedded(model)
-    runner: Any = engine.runner
-    runner.tensor_group = type("Group", (), {"size": 2})()
-    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2: .* layers with a state.* set 1"):
-        runner.layer_states()
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba"])
+def test_several_ranks_cannot_hold_a_state(model_type: str) -> None:
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2: .*cannot split; set 1"):
+        check_sizes(hybrid(model_type), 2)
 
 
 def test_a_layer_that_keeps_its_state_to_itself_is_refused() -> None:
