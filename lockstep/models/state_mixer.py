@@ -177,7 +177,7 @@ class StateMixer(nn.Module):
         if states.tensors and not self.continues and rows.shape[1] > 1:
             return torch.cat([self._rows(token, states) for token in rows.split(1, 1)], 1)
         out = self._call(rows, states)
-        return out[0] if self.form.returns == "first" else out  # type: ignore[no-any-return]
+        return out[0] if self.form.returns == "first" else out
 
     def _call(self, rows: Tensor, states: RowStates) -> Any:
         options = dict(self.form.arguments)

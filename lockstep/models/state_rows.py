@@ -216,7 +216,8 @@ class PackedRows:
             first = np.array([start for start, count in shared if count == length])
             index = first[:, None] + np.arange(length)
             groups.append(_Group(index, np.ones_like(index, dtype=bool), keeps=True))
-        alone, after = [], []
+        alone: list[tuple[int, int, int]] = []
+        after: list[tuple[int, int, int]] = []
         for start, length, prefix in zip(starts, self._lengths, self._prefixes):
             if start in owned:
                 prefix = (start, owned[start])

@@ -26,8 +26,8 @@ def main() -> int:
     failed = [outcome for outcome in outcomes if outcome.problem]
     slowest = max((outcome.seconds for outcome in outcomes), default=0.0)
     summary = (
-        f"{len(outcomes)} hangs in {minutes:.0f} minutes with seed {options.seed}: {len(failed)} failed. The slowest run ended "
-        f"{slowest:.0f} s after its hang began.\n"
+        f"{len(outcomes)} hangs in {minutes:.0f} minutes with seed {options.seed}: {len(failed)} failed. The slowest report "
+        f"came {slowest:.0f} s after its hang began.\n"
     )
     told = [(o.case, o.problem, f"'{o.case.kind}' '{o.case.config}' {o.case.step}") for o in failed]
     return report("hangs", table(outcomes), summary, told, options.table)
