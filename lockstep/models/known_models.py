@@ -45,7 +45,7 @@ KNOWN_LAYERS: dict[str, LayerForm] = {
     # Cohere: attention and MLP side by side
     "CohereDecoderLayer": LayerForm(norm="layer", order="parallel", rope="interleaved"),
     "Cohere2DecoderLayer": LayerForm(norm="layer", order="parallel", rope="interleaved", rope_on="sliding"),
-    # Experts: their own MLP block is left as it is
+    # Experts: router and block are their own, experts by models/experts.py
     "MixtralDecoderLayer": LayerForm(window="config"),
     "Qwen2MoeDecoderLayer": LayerForm(),
     "Qwen3MoeDecoderLayer": LayerForm(),
