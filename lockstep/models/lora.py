@@ -247,7 +247,7 @@ def _new_config(model: TokenModel, config: HFModelConfig, key: str) -> "LoraConf
     )
 
 
-def _without_experts(transformer: PreTrainedModel, lora: "LoraConfig", linears: list[str]) -> str | set[str]:
+def _without_experts(transformer: PreTrainedModel, lora: "LoraConfig", linears: list[str]) -> str | list[str]:
     """all-linear, or the names of linear layers that peft leaves alone in a model with fused experts.
 
     For such families peft takes gate_proj, up_proj and down_proj, by name alone, for the experts of transformers 4, and would put
@@ -260,13 +260,15 @@ def _without_experts(transformer: PreTrainedModel, lora: "LoraConfig", linears: 
     head = transformer.get_output_embeddings()
     heads = {name.rpartition(".")[2] for name, module in transformer.named_modules() if module is head}
     trial = copy.deepcopy(lora)
-    trial.target_modules = set(linears) - heads
+    candidates = set(linears) - heads
+    trial.target_modules = sorted(candidates)
     convert_peft_config_for_transformers(trial, transformer, None)
-    taken = set(linears) - heads - set(trial.target_modules)
+    kept = set(cast("Iterable[str]", trial.target_modules))  # peft makes it a set
+    taken = candidates - kept
     if current_rank() == 0:
         also = f", and so do the layers named {', '.join(sorted(taken))}: peft takes them for experts" if taken else ""
         logger.info("LoRA: the experts of %s stay frozen%s", type(transformer).__name__, also)
-    return set(trial.target_modules)
+    return sorted(kept)
 
 
 def _is_fused_experts(module: nn.Module) -> bool:
