@@ -226,7 +226,7 @@ def decode_generate(model: PreTrainedModel, batch: TensorDict, num_new: int) -> 
     ids, mask = (batch[name][:, :64] for name in ("input_ids", "attention_mask"))
 
     def decode() -> None:
-        generated: Any = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **lengths)  # type: ignore[operator]
+        generated: Any = model.generate(input_ids=ids, attention_mask=mask, pad_token_id=0, **lengths)
         assert generated.shape[1] == 64 + num_new
 
     return decode
