@@ -96,7 +96,6 @@ SIZES: dict[str, Any] = {
     "use_sliding_window": False,
     "sliding_window": 64,
     "attention_chunk_size": 64,
-    "index_n_heads": 4,
     "index_head_dim": 32,
     "index_topk": 32,
     "mamba_n_heads": 8,
@@ -252,8 +251,8 @@ def measure(model_type: str, num_rows: int, num_new: int, repeats: int) -> Measu
         naive = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ours, theirs = best_s([train_packed(model, batch), train_rows(naive, batch)], repeats)
     config = RolloutConfig(prompt_length=64, response_length=num_new, max_num_seqs=num_rows)
-    rollout, engine, _ = first_engine(model, config)
-    assert engine is not None, f"no rollout engine serves {model_type}"
+    rollout, engine, refusals = first_engine(model, config)
+    assert engine is not None, f"no rollout engine serves {model_type}: {refusals}"
     calls = [decode_engine(engine, prompts, num_new), decode_generate(naive, batch, num_new)]
     our_decode, their_decode = best_s(calls, repeats)
     return Measured(
