@@ -1,4 +1,4 @@
-"""Sizes of the benchmarks' random models: those of SmolLM2 (135m) and Qwen2.5, and a tiny one to try the scripts on a CPU."""
+"""Sizes of the benchmarks' random models: SmolLM2 (135m), Qwen2.5, blocks of experts, and tiny ones to try the scripts on a CPU."""
 
 from typing import Any
 
@@ -28,3 +28,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     "32b": _sizes(152064, 5120, 27648, 64, 40, 8, False),
 }
 """Name -> arguments of Qwen2Config."""
+
+
+def _experts(width: int, inner: int, experts: int, top_k: int) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "moe_intermediate_size": inner,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "norm_topk_prob": True,
+    }
+
+
+EXPERT_SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _experts(256, 96, 32, 4),
+    "qwen3-30b-a3b": _experts(2048, 768, 128, 8),
+    "mixtral-8x7b": _experts(4096, 14336, 8, 2),
+}
+"""Name -> arguments of Qwen3MoeConfig for one block of experts."""

@@ -283,10 +283,12 @@ _loading = threading.RLock()
 
 
 def load_module(module_ref: str) -> Any:
-    """Import `pkg.module`, or load `path/to/file.py`; ValueError if there is none or its code fails."""
+    """Import `pkg.module`, or load `path/to/file.py`; ValueError if there is none or its code fails, unless memory is short."""
     if not module_ref.endswith(".py"):
         try:
             return importlib.import_module(module_ref)
+        except MemoryError:
+            raise
         except Exception as error:
             raise ValueError(_import_problem(module_ref, error)) from error
     path = Path(module_ref).expanduser().resolve()
@@ -310,12 +312,11 @@ def _load_file(path: Path) -> Any:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
         del sys.modules[name]
+        if not isinstance(error, Exception) or isinstance(error, MemoryError):
+            raise
         raise ValueError(_import_problem(str(path), error)) from error
-    except BaseException:
-        del sys.modules[name]
-        raise
     return module
 
 

@@ -151,3 +151,13 @@ def test_threads_that_load_a_file_at_once_get_the_whole_module(tmp_path: Path) -
     with ThreadPoolExecutor(2) as threads:
         values = list(threads.map(lambda path: load_module(str(path)).value, [tmp_path / "slow.py"] * 2))
     assert values == [3, 3]
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_memory_that_runs_out_while_a_module_is_loaded_is_no_fault_of_the_module(
+    is_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "greedy_module.py").write_text("raise MemoryError")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MemoryError):
+        load_module(f"{tmp_path}/greedy_module.py" if is_file else "greedy_module")

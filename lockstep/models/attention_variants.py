@@ -2,8 +2,9 @@
 
     Llama 4:        queries of layers without rope are scaled by position ─► by position_ids rather than by place in the row
     DeepSeek-V3.2:  the indexer picks keys of its row ─► it returns a `KeyIndex`, and the attention context picks
+    Nemotron:       layers pass no keyword arguments to their attention ─► a hook hands it the attention context
 
-Both do what transformers does if the model attends by transformers' own functions.
+All do what transformers does if the model attends by transformers' own functions.
 """
 
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.attention import ATTENTION_NAME, AttentionContext
 from lockstep.models.key_index import KeyIndex
 
 
@@ -43,10 +44,27 @@ def install_attention_variants(model: nn.Module) -> None:
         attention: Any = getattr(layer, "self_attn", None)
         if type(attention).__name__ == "Llama4TextAttention" and not layer._forward_pre_hooks:
             layer.register_forward_pre_hook(_ScaleByPosition(bool(attention.attn_temperature_tuning)), with_kwargs=True)
+        if type(attention).__name__ == "NemotronAttention" and not layer._forward_pre_hooks:
+            _HandDown(layer, attention)
         indexer: Any = getattr(attention, "indexer", None)
         form = INDEXERS.get(type(indexer).__name__)
         if form is not None and type(indexer).__module__.startswith("transformers.models."):
             attention.indexer = PackedIndexer(indexer, form)
+
+
+class _HandDown:
+    """Hooks of a layer and of its attention: the context that the layer is given and drops reaches the attention."""
+
+    def __init__(self, layer: nn.Module, attention: nn.Module) -> None:
+        self.context: AttentionContext | None = None
+        layer.register_forward_pre_hook(self.take, with_kwargs=True)
+        attention.register_forward_pre_hook(self.give, with_kwargs=True)
+
+    def take(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self.context = options.get("lockstep_context")
+
+    def give(self, attention: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, options | {"lockstep_context": self.context}
 
 
 class _ScaleByPosition:

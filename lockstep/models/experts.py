@@ -49,10 +49,12 @@ def experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
     x = to_experts(hidden.to(experts.down_proj.dtype), rows)
     x = grouped_linear(x, _first_weight(experts), rows)
     if experts.has_bias:
-        x = x + _first_bias(experts).index_select(0, rows.expert)
+        x = (
+            x + _first_bias(experts)[rows.expert]
+        )  # not index_select: its gradient would be summed by atomics in half precision
     x = grouped_linear(_activated(experts, x, row_weights), _last_weight(experts), rows)
     if experts.has_bias:
-        x = x + (experts.down_proj_bias.index_select(0, rows.expert) * row_weights[:, None]).to(x.dtype)
+        x = x + (experts.down_proj_bias[rows.expert] * row_weights[:, None]).to(x.dtype)
     return to_tokens(x, rows).to(hidden.dtype)
 
 

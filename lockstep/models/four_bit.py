@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.models.decoder import decoder_of
+from lockstep.models.state_mixer import DIRECT_WEIGHTS
 
 _FORM: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
 
@@ -22,7 +23,11 @@ _FORM: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": True}
 def linears_to_quantize(model: PreTrainedModel) -> dict[str, nn.Linear]:
     """The decoder's linear layers by their names in `model`."""
     inside = set(decoder_of(model).modules())
-    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear and module in inside}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module in inside and name.rpartition(".")[2] not in DIRECT_WEIGHTS
+    }
 
 
 def use_4bit_linears(model: PreTrainedModel, dtype: torch.dtype) -> None:

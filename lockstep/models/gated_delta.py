@@ -91,7 +91,7 @@ class GatedDelta:
         """(N, C, L) -> (N, C, L); the first tokens see zeros before them."""
         conv = self.mixer.conv1d
         out: Tensor = self.functions.causal_conv1d_fn(
-            inputs, conv.weight.squeeze(1), conv.bias, activation=self.mixer.activation
+            inputs.contiguous(), conv.weight.squeeze(1), conv.bias, activation=self.mixer.activation
         )
         return out
 
@@ -106,7 +106,7 @@ class GatedDelta:
         if (copies := mixer.num_v_heads // mixer.num_k_heads) > 1:
             q, k = q.repeat_interleave(copies, 2), k.repeat_interleave(copies, 2)
         g = -mixer.A_log.float().exp() * F.softplus(a.float() + mixer.dt_bias)
-        return q, k, v, g, b.float().sigmoid()
+        return q, k, v, g, b.sigmoid()
 
 
 class PackedGatedDelta(GatedDelta):

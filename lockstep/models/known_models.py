@@ -45,7 +45,7 @@ KNOWN_LAYERS: dict[str, LayerForm] = {
     # Cohere: attention and MLP side by side
     "CohereDecoderLayer": LayerForm(norm="layer", order="parallel", rope="interleaved"),
     "Cohere2DecoderLayer": LayerForm(norm="layer", order="parallel", rope="interleaved", rope_on="sliding"),
-    # Experts: their own MLP block is left as it is
+    # Experts: router and block are their own, experts by models/experts.py
     "MixtralDecoderLayer": LayerForm(window="config"),
     "Qwen2MoeDecoderLayer": LayerForm(),
     "Qwen3MoeDecoderLayer": LayerForm(),
@@ -70,7 +70,7 @@ _ROBERTA = ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xl
 OWN_FORWARD: dict[str, str] = {
     **dict.fromkeys(_ROBERTA, "it counts positions by itself"),
     "doge": "it builds its own attention mask",
-    **dict.fromkeys(("moshi", "nemotron"), "it does not pass keyword arguments to its attention"),
+    "moshi": "it does not pass keyword arguments to its attention",
 }
 """Model types that use the AttentionInterface but cannot compute on packed tokens, and why."""
 

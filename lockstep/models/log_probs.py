@@ -53,6 +53,7 @@ class VocabularyHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         hidden = self.enter(hidden)
+        hidden = hidden.to(self.module.weight.dtype)  # type: ignore[arg-type]  # Mamba's residual stream is in float32
         plain = is_plain(self.module) and self.module.bias is None
         out: Tensor = linear_float32(hidden, self.module.weight) if plain else self.module(hidden).float()  # type: ignore[arg-type]
         if self.factor is not None:

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.config.model import HFModelConfig
 from lockstep.kernels.ops import Adapter
 from lockstep.models.four_bit import is_4bit
+from lockstep.models.state_mixer import DIRECT_WEIGHTS
 from lockstep.models.token_models import TokenModel
 from lockstep.utils.distributed import current_rank
 from lockstep.utils.model_path import is_adapter, local_model_folder, locate_model
@@ -55,14 +56,12 @@ _PLAIN = {
 _KEEP_THE_BASE = ("gaussian", "eva", "orthogonal")
 """Initialisations of peft, besides the default, that leave the base weights as they are; PiSSA and others subtract from them."""
 
-_DIRECT = {"dt_proj"}
-"""Linear layers of Mamba mixers whose weight is used directly, not their forward: an adapter would have no effect."""
 _REFUSED = {"out_proj"}
 """Linear layers that peft refuses in the types of `_NO_ADAPTER`, since fused kernels use their weight directly."""
 _NO_ADAPTER: dict[str, set[str]] = {
     **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), _REFUSED),
-    **dict.fromkeys(("mamba", "falcon_mamba"), _REFUSED | _DIRECT),
-    "jamba": _DIRECT,
+    **dict.fromkeys(("mamba", "falcon_mamba"), _REFUSED | DIRECT_WEIGHTS),
+    "jamba": DIRECT_WEIGHTS,
 }
 """Model type -> linear layers without an adapter."""
 

@@ -76,6 +76,9 @@ MIXERS: dict[str, MixerForm] = {
 }
 """Name of a mixer class in `transformers.models` -> its form."""
 
+DIRECT_WEIGHTS = {"dt_proj"}
+"""Linear layers of Mamba 1 whose weight is multiplied directly: no adapter, and no other form of the weight, has a place there."""
+
 
 def install_state_mixers(model: nn.Module) -> bool:
     """Wrap the mixers of a transformers model; whether it has any."""
@@ -83,10 +86,7 @@ def install_state_mixers(model: nn.Module) -> bool:
     found = False
     for layer_idx, layer in enumerate(decoder.layers):
         for module in layer.modules():
-            if getattr(module, "layer_idx", layer_idx) in (
-                None,
-                -1,
-            ):  # attention that layers share by tied weights alone
+            if getattr(module, "layer_idx", layer_idx) in (None, -1):  # attention with tied weights (Zamba)
                 module.layer_idx = layer_idx
         places = [(parent, name) for parent in list(layer.modules()) for name in list(parent._modules)]
         mixers = [mixer for parent, name in places if (mixer := _wrap(parent, name, layer_idx)) is not None]
@@ -157,7 +157,7 @@ class StateMixer(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         context, self.context = self.context, None  # the module must not keep what the context refers to
         if context is None:
-            return self.reference(hidden_states, *args, **options)
+            return self._own_forward(hidden_states, *args, **options)
         if self.form.returns != "tuple":
             out = context.mix(self, self._rows, hidden_states)
             return out if self.form.returns == "tensor" else (out, None)
@@ -185,4 +185,17 @@ class StateMixer(nn.Module):
             options[self.form.cache] = states
         if self.form.positions is not None:
             options[self.form.positions] = torch.arange(rows.shape[1], device=rows.device).expand(rows.shape[:2])
-        return self.reference(rows, **options)
+        return self._own_forward(rows, **options)
+
+    def _own_forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        """transformers' forward; buffers (decay factors of MiniMax) are in the dtype of the computation, as if loaded in it."""
+        before = dict(self._buffers)
+        self._buffers.update({name: _cast(buffer, hidden_states.dtype) for name, buffer in before.items()})
+        try:
+            return self.reference(hidden_states, *args, **options)
+        finally:
+            self._buffers.update(before)
+
+
+def _cast(buffer: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return buffer if buffer is None or not buffer.is_floating_point() else buffer.to(dtype)

@@ -48,7 +48,7 @@ class StreamLayer(GradientCheckpointingLayer):
         return x if module is None else norm(x, module.weight, norm_eps(module), self.norm_kind)
 
     def _mlp(self, x: Tensor, stream: Tensor | None = None) -> Tensor:
-        """The MLP's output, added to `stream` if given. A block of experts is called as it is."""
+        """The MLP's output, added to `stream` if given. Experts: `models/experts.py`, in their own block."""
         mlp = self.mlp
         if self.activation is None:
             out = mlp(x)

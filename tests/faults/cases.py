@@ -44,6 +44,7 @@ class Kind:
     lines:   most error lines; 2 if the controller may report the fault and then die of it too.
     weight:  its share of the cases.
     more:    further settings of all runs of the case.
+    tracebacks: other threads may fail too, each with its own traceback.
     """
 
     inject: Callable[["Bench", Case, Path], Ended]
@@ -53,6 +54,7 @@ class Kind:
     lines: int = 1
     weight: float = 1.0
     more: tuple[str, ...] = ()
+    tracebacks: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ LOGGED_BY_TORCH = "Unexpected error importing torch.profiler._cupti_monitor"
 def _wrong_end(ended: Ended, kind: Kind) -> str:
     if ended.code not in kind.codes:
         return f"exit code {ended.code}: {_tail(ended)}"
-    if "Traceback" in ended.stderr and LOGGED_BY_TORCH not in ended.stderr:
+    if "Traceback" in ended.stderr and LOGGED_BY_TORCH not in ended.stderr and not kind.tracebacks:
         return f"exit code {ended.code} with a traceback: {_tail(ended)}"
     if ended.code in (1, 2):
         if not 1 <= len(ended.errors) <= kind.lines:
@@ -291,7 +293,7 @@ KINDS: dict[str, Kind] = {
     "read-only folder": Kind(_at_event("read-only"), codes=DISK, says=(FOLDER_KEY,)),
     "file too large": Kind(_at_event("too large"), codes=DISK, says=(FOLDER_KEY,), weight=0.5),
     "folder in the way of a file": Kind(_in_the_way, codes=DISK, says=(FOLDER_KEY,)),
-    "memory limit": Kind(_memory_limit, codes=(0, 1, ABORTED, CRASHED), says=("memory", "bad_alloc")),
+    "memory limit": Kind(_memory_limit, codes=(0, 1, ABORTED, CRASHED), says=("memory", "bad_alloc"), tracebacks=True),
     "truncated checkpoint": Kind(_damage("truncated"), weight=0.7),
     "flipped byte in a checkpoint": Kind(_damage("flipped"), weight=0.7),
     "file missing in a checkpoint": Kind(_damage("missing"), weight=0.7),

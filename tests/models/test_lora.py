@@ -31,7 +31,7 @@ from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.policy import Policy
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
-from tests.tiny import random_batch, save_tiny_model, tiny_tokenizer
+from tests.tiny import random_batch, save_tiny_model, save_tiny_moe, tiny_tokenizer
 from tests.value_model import load_value_model
 
 CPU = torch.device("cpu")
@@ -231,6 +231,31 @@ def test_training_goes_on_from_a_saved_adapter(trained: tuple[FsdpEngine, Path],
     engine, adapter = trained
     again = policy_engine(folder, lora_adapter_path=str(adapter), lora_alpha=99)  # alpha is the adapter's
     assert torch.equal(log_probs(again), log_probs(engine))
+
+
+def test_fused_experts_stay_frozen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    moe = save_tiny_moe(tmp_path / "moe", mlp_only_layers=[0])
+    with caplog.at_level("INFO"):
+        engine = policy_engine(moe)
+    assert (
+        "the experts of Qwen3MoeForCausalLM stay frozen, and so do the layers named down_proj, gate_proj, up_proj"
+        in caplog.text
+    )
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert {name.rpartition(".")[2] for name in adapter_layers(engine.model)} == attention
+    before = log_probs(engine)
+    train(engine)
+    after = log_probs(engine)
+    assert float((after - before).sum()) > 0.1
+    engine.export(tmp_path, tiny_tokenizer())
+    base = AutoModelForCausalLM.from_pretrained(moe, dtype=torch.float32)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "lora_adapter").eval()
+    mask = random_batch()["response_mask"].bool()
+    torch.testing.assert_close(plain_log_probs(loaded)[mask], after[mask], atol=1e-5, rtol=1e-4)
+    with pytest.raises(
+        ValueError, match=r"model\.target_modules=.* selects the experts of Qwen3MoeForCausalLM .*set all-linear"
+    ):
+        policy_engine(moe, target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
 
 
 def test_a_critic_trains_adapters_and_its_head(folder: Path, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lockstep.config.model import HFModelConfig
+from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from lockstep.engines.train.checkpointing import LayerCheckpointing
+from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.models.attention import no_mask
 from lockstep.models.known_models import KNOWN_MIXERS, STATE_MODELS
@@ -147,6 +148,22 @@ def test_ranks_cannot_share_a_sequence(tmp_path: Path) -> None:
     two_ranks = patch("lockstep.engines.train.token_engine.current_world_size", return_value=2)
     with two_ranks, pytest.raises(ValueError, match=message):
         train_engine(model, packed=True, sequence_parallel_size=2)
+
+
+@pytest.mark.parametrize("model_type", ["minimax", "mamba", "kimi_linear"])
+def test_half_precision_copy_of_float32_masters(model_type: str, tmp_path: Path) -> None:
+    """Buffers and residual streams in float32 meet weights in bfloat16; the engine compares with transformers."""
+    save_tiny_model(model_type, tmp_path)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
+    config = FSDPEngineConfig(), FSDPOptimizerConfig()
+    FsdpEngine(PolicyModel(model), *config, device=CPU, compute_dtype=torch.bfloat16, packed=True)
+
+
+def test_a_base_in_4_bits_keeps_weights_that_are_used_directly(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    save_tiny_model("jamba", tmp_path)
+    policy = with_adapters(tmp_path, load_in_4bit=True)
+    train_engine(policy.transformer, packed=True)
 
 
 LORA_LAYERS = {

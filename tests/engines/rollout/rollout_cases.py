@@ -27,6 +27,7 @@ from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.experts import EXPERTS_NAME
 from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.model_check import transformers_forward
 
@@ -83,7 +84,9 @@ def tiny_model(kind: str = "qwen2", device: torch.device | str = "cpu", **change
     """Created on the CPU, so that the weights are the same on every device."""
     config_class = CONFIGS[kind]
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config_class(**SIZES | changes), attn_implementation=ATTENTION_NAME)
+    model = AutoModelForCausalLM.from_config(
+        config_class(**SIZES | changes), attn_implementation=ATTENTION_NAME, experts_implementation=EXPERTS_NAME
+    )
     install_decoder_layers(model)
     return model.to(device)
 

@@ -61,7 +61,6 @@ def test_recorded_experts_are_those_of_transformers(kind: str, case: str, device
 @pytest.mark.gpu
 def test_experts_are_recorded_inside_of_cuda_graphs() -> None:
     model = tiny_model("qwen3_moe", device_or_skip("cuda")).eval()
-    model.set_experts_implementation("batched_mm")  # others synchronise in float32
     engine = embedded(model, enable_rollout_routing_replay=True)
     for _ in range(2):
         requests = mixed_requests()

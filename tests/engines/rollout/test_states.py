@@ -11,6 +11,7 @@ from lockstep.engines.rollout.embedded import prefill
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.embedded.sequence import Sequence
 from lockstep.engines.rollout.embedded.state_slots import (
+    DecodeStates,
     PrefillStates,
     RowGroup,
     StateShape,
@@ -19,9 +20,11 @@ from lockstep.engines.rollout.embedded.state_slots import (
 )
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.known_models import install_decoder_layers
+from lockstep.models.split_weights import check_sizes
 from lockstep.models.state_rows import RowStates
 from tests.engines.rollout.rollout_cases import (
     assert_same,
+    device_or_skip,
     embedded,
     mixed_requests,
     naive_log_probs,
@@ -247,17 +250,42 @@ def test_memory_is_shared_by_states_and_blocks(model: Any, monkeypatch: pytest.M
     assert runner.max_num_blocks(0.5, num_slots=9) == 50
 
 
-def test_several_ranks_cannot_hold_a_state(model: Any) -> None:
-    engine = embedded(model)
-    runner: Any = engine.runner
-    runner.tensor_group = type("Group", (), {"size": 2})()
-    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2: .* layers with a state.* set 1"):
-        runner.layer_states()
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba"])
+def test_several_ranks_cannot_hold_a_state(model_type: str) -> None:
+    with pytest.raises(ValueError, match=r"tensor_model_parallel_size=2: .*cannot split; set 1"):
+        check_sizes(hybrid(model_type), 2)
 
 
 def test_a_layer_that_keeps_its_state_to_itself_is_refused() -> None:
     with pytest.raises(ValueError, match=r"RecurrentBlock keeps its state to itself; .*rollout.name=hf"):
         embedded(hybrid("recurrent_gemma")).generate(mixed_requests())
+
+
+def test_a_row_that_has_stopped_changes_no_slot() -> None:
+    """On CUDA its sequence may have freed the slot, and another one taken it."""
+    store = StateSlots({0: {("recurrent", 0): StateShape((1,), torch.float32)}}, 3, CPU)
+    is_active = torch.tensor([True, False, True, False])
+    rows = DecodeStates(store, torch.tensor([2, 1, 0, 0]), is_active)  # the last row pads the batch
+    assert rows.slots.tolist() == [2, store.scratch, 0, store.scratch]
+    for _ in range(2):
+        out = rows.mix(0, add_up, torch.tensor([1.0, 10.0, 100.0, 1000.0])[None, :, None])
+    assert out.shape == (1, 4, 1) and out[0, 0] == 2 and out[0, 2] == 200
+    assert store.tensors[0]["recurrent", 0][:3].flatten().tolist() == [200, 0, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "mamba2", "lfm2"])
+def test_decoding_equals_transformers_on_cuda(model_type: str, eager: bool) -> None:
+    model = hybrid(model_type).to(device_or_skip("cuda"))
+    requests = mixed_requests(temperature=0.0)
+    engine = embedded(model, enforce_eager=eager, max_num_seqs=6)
+    for _ in range(2):
+        for request, completion in zip(requests, engine.generate(requests)):
+            got = torch.tensor(completion.log_probs)
+            torch.testing.assert_close(got, naive_log_probs(model, request, completion), atol=1e-4, rtol=0)
+        assert_all_free(engine)
+        engine.sleep()  # and the states move
 
 
 def test_slots_grow_and_are_copied() -> None:
@@ -271,16 +299,47 @@ def test_slots_grow_and_are_copied() -> None:
         store.write(3, torch.tensor([0]), RowStates())
 
 
-def test_prefill_rows_of_each_length_are_computed_together() -> None:
-    """A core that adds up its tokens, from the state of a slot or from nothing."""
-    store = StateSlots({0: {("recurrent", 0): StateShape((1,), torch.float32)}}, 3, CPU)
-    calls = []
+def add_up(rows: torch.Tensor, states: RowStates) -> torch.Tensor:
+    """A core that adds up its tokens, from a state or from nothing."""
+    total = rows.cumsum(1) + states.tensors.get(("recurrent", 0), torch.zeros(1, 1))[:, None]
+    states.tensors["recurrent", 0] = total[:, -1]
+    return total
 
-    def add_up(rows: torch.Tensor, states: RowStates) -> torch.Tensor:
-        calls.append(tuple(rows.shape))
-        total = rows.cumsum(1) + states.tensors.get(("recurrent", 0), torch.zeros(1))[:, None]
-        states.tensors["recurrent", 0] = total[:, -1]
-        return total
+
+class AddUpPacked:
+    """The same on rows one after another."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def __call__(self, rows: torch.Tensor, states: RowStates) -> torch.Tensor:
+        raise AssertionError("rows of equal length are not needed")
+
+    def packed(self, x: torch.Tensor, bounds: torch.Tensor, states: RowStates) -> torch.Tensor:
+        lengths = bounds.diff().tolist()
+        self.calls.append(lengths)
+        parts = [RowStates({name: t[i : i + 1] for name, t in states.tensors.items()}) for i in range(len(lengths))]
+        out = [add_up(row, part) for row, part in zip(x.split(lengths, 1), parts)]
+        states.tensors.update(RowStates.cat(parts).tensors)
+        return torch.cat(out, 1)
+
+
+def test_prefill_rows_of_any_length_are_computed_together_if_the_core_can() -> None:
+    store = StateSlots({0: {("recurrent", 0): StateShape((1,), torch.float32)}}, 4, CPU)
+    tokens = torch.tensor([1.0, 10.0, 20.0, 100.0, 200.0, 1000.0])[None, :, None]
+    for number, expected in enumerate([[1, 10, 30, 100, 300, 1000], [2, 40, 60, 400, 600, 1000]]):
+        groups = [
+            RowGroup(0, 1, torch.tensor([1]), number == 0),
+            RowGroup(1, 2, torch.tensor([2, 0]), number == 0),
+            RowGroup(5, 1, torch.tensor([3]), True),
+        ]
+        core = AddUpPacked()
+        assert PrefillStates(store, groups).mix(0, core, tokens).flatten().tolist() == expected
+        assert core.calls == ([[1, 2, 2, 1]] if number == 0 else [[1, 2, 2], [1]])
+
+
+def test_prefill_rows_of_each_length_are_computed_together() -> None:
+    store = StateSlots({0: {("recurrent", 0): StateShape((1,), torch.float32)}}, 3, CPU)
 
     def groups(is_fresh: bool) -> list[RowGroup]:
         return [RowGroup(0, 1, torch.tensor([1]), is_fresh), RowGroup(1, 2, torch.tensor([2, 0]), is_fresh)]
@@ -293,4 +352,3 @@ def test_prefill_rows_of_each_length_are_computed_together() -> None:
     ):
         out = PrefillStates(store, groups(is_fresh)).mix(0, add_up, tokens)
         assert out.flatten().tolist() == expected
-    assert calls == [(1, 1, 1), (2, 2, 1)] * 3

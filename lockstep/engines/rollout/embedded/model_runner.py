@@ -23,7 +23,7 @@ from lockstep.models.decoder import decoder_of
 from lockstep.models.known_models import why_own_forward
 from lockstep.models.log_probs import vocabulary_head
 from lockstep.models.router_replay import Routing
-from lockstep.models.split_weights import KEY as TENSOR_PARALLEL_KEY, split_of
+from lockstep.models.split_weights import split_of
 from lockstep.models.tensor_group import TensorGroup
 from lockstep.utils.device import free_memory
 from lockstep.utils.host import prepare_cpu_for
@@ -126,11 +126,6 @@ class ModelRunner:
             except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
                 raise refusal(self.model, str(error)) from error
             check_layers(self.model, probe)
-            if probe.states and self.tensor_group is not None:
-                raise ValueError(
-                    f"{TENSOR_PARALLEL_KEY}={self.tensor_group.size}: {type(self.model).__name__} has layers with a state, "
-                    "which the embedded engine cannot split; set 1"
-                )
             self._probe = probe
         return self._probe
 
@@ -190,8 +185,10 @@ class ModelRunner:
                 self._note_state_moves(cache)
 
     def _note_state_moves(self, cache: PagedCache) -> None:
+        """CUDA graphs hold the addresses of the states and the number of the scratch slot."""
         if cache.states is not None:
-            addresses = tuple(t.data_ptr() for layer in cache.states.tensors.values() for t in layer.values())
+            tensors = [tensor for layer in cache.states.tensors.values() for tensor in layer.values()]
+            addresses = (cache.states.scratch, *(tensor.data_ptr() for tensor in tensors))
             self.num_moves += addresses != self._state_addresses
             self._state_addresses = addresses
 

@@ -10,12 +10,14 @@ the block manager.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
 from math import prod
 
 import torch
 from torch import Tensor
 
-from lockstep.models.state_rows import RowStates, StateCore, StateName
+from lockstep.models.state_rows import PackedCore, RowStates, StateCore, StateName
 from lockstep.utils.device import to_device
 
 
@@ -108,6 +110,16 @@ class RowGroup:
     is_fresh: bool
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Rows that are computed in one call without padding. bounds: (N + 1,) of their tokens."""
+
+    is_fresh: bool
+    slots: Tensor
+    bounds: Tensor
+    num_tokens: int
+
+
 class PrefillStates:
     """Layers with a state in a prefill step. groups: all rows of the step, in the order of their tokens."""
 
@@ -117,6 +129,8 @@ class PrefillStates:
 
     def mix(self, layer_idx: int, core: StateCore, x: Tensor) -> Tensor:
         """x (1, T, C) -> (1, T, C')."""
+        if isinstance(core, PackedCore):
+            return self._mix_packed(layer_idx, core, x)
         outputs = []
         for group in self.groups:
             num_rows = len(group.slots)
@@ -125,3 +139,42 @@ class PrefillStates:
             outputs.append(core(rows, states).flatten(0, 1))
             self.store.write(layer_idx, group.slots, states)
         return torch.cat(outputs)[None]
+
+    def _mix_packed(self, layer_idx: int, core: PackedCore, x: Tensor) -> Tensor:
+        """Later chunks in one call, first tokens in another."""
+        outputs = []
+        for part, tokens in zip(self._parts, x.split([part.num_tokens for part in self._parts], 1)):
+            states = RowStates() if part.is_fresh else self.store.read(layer_idx, part.slots)
+            outputs.append(core.packed(tokens, part.bounds, states))
+            self.store.write(layer_idx, part.slots, states)
+        return torch.cat(outputs, 1)
+
+    @cached_property
+    def _parts(self) -> list[_Part]:
+        parts = []
+        for is_fresh, group in groupby(self.groups, key=lambda group: group.is_fresh):
+            groups = list(group)
+            bounds = [0, *accumulate(length for g in groups for length in [g.length] * len(g.slots))]
+            slots = torch.cat([g.slots for g in groups])
+            parts.append(_Part(is_fresh, slots, to_device(torch.tensor(bounds), self.store.device), bounds[-1]))
+        return parts
+
+
+class DecodeStates:
+    """Layers with a state in a decode step of one token per row, for CUDA graphs: shapes are fixed, nothing waits for the device.
+
+    slots:     (T,) state slot of each row.
+    is_active: (T,) False for rows that have stopped or pad the batch. They use the scratch slot: their own may be another
+               sequence's by now.
+    """
+
+    def __init__(self, store: StateSlots, slots: Tensor, is_active: Tensor) -> None:
+        self.store = store
+        self.slots = slots.masked_fill(~is_active, store.scratch)
+
+    def mix(self, layer_idx: int, core: StateCore, x: Tensor) -> Tensor:
+        """x (1, T, C) -> (1, T, C')."""
+        states = self.store.read(layer_idx, self.slots)
+        out = core(x.transpose(0, 1), states).transpose(0, 1)
+        self.store.write(layer_idx, self.slots, states)
+        return out

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lockstep.engines.rollout.embedded.state_slots import StateSlots
+from lockstep.engines.rollout.embedded.state_slots import DecodeStates
 from lockstep.kernels.paged_decode import decode_attention, num_splits
 from lockstep.models.attention import LayerOptions
 from lockstep.models.state_rows import StateCore
@@ -20,8 +20,7 @@ class CudaDecodeAttention:
     positions:   (T,) position of each new token in its sequence.
     cache_slots: (T,) where each new token is cached, block * block_size + offset; -1 for nowhere.
     max_splits:  most splits per row and key head.
-    states:      the states of sequences; None if no layer has a state.
-    state_slots: (T,) state slot of each row.
+    states:      the rows of layers with a state; None if there are no such layers.
     """
 
     addresses: Tensor
@@ -31,8 +30,7 @@ class CudaDecodeAttention:
     positions: Tensor
     cache_slots: Tensor
     max_splits: int
-    states: StateSlots | None = None
-    state_slots: Tensor | None = None
+    states: DecodeStates | None = None
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         return decode_attention(
@@ -51,9 +49,5 @@ class CudaDecodeAttention:
         )
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
-        assert self.states is not None and self.state_slots is not None
-        index: int = layer.layer_idx  # type: ignore[assignment]
-        states = self.states.read(index, self.state_slots)
-        out = core(x.transpose(0, 1), states).transpose(0, 1)  # one token per row
-        self.states.write(index, self.state_slots, states)
-        return out
+        assert self.states is not None
+        return self.states.mix(layer.layer_idx, core, x)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.engines.rollout.embedded.cuda.decode_attention import CudaDecodeAttention
 from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
-from lockstep.engines.rollout.embedded.state_slots import StateSlots
+from lockstep.engines.rollout.embedded.state_slots import DecodeStates
 from lockstep.kernels import sampling
 from lockstep.kernels.paged_decode import MAX_SPLITS, TILE
 from lockstep.utils.out_of_memory import is_out_of_memory
@@ -143,18 +143,16 @@ class DecodeGraphs:
             positions[0],
             cache_slots,
             self.max_splits,
-            *self._states(slot_ids, cache_slots),
+            self._states(slot_ids, cache_slots),
         )
         hidden = runner.forward(tokens, positions, attention)
         self.sample(runner.logits(hidden), slot_ids, filtered)
 
-    def _states(self, slot_ids: Tensor, cache_slots: Tensor) -> tuple[StateSlots, Tensor] | tuple[()]:
-        """The state slot of each row; rows that have stopped or pad the batch use the scratch slot."""
-        states = self.runner.cache.states if self.runner.cache is not None else None
+    def _states(self, slot_ids: Tensor, cache_slots: Tensor) -> DecodeStates | None:
+        states = None if self.runner.cache is None else self.runner.cache.states
         if states is None:
-            return ()
-        own = self.slots.state_slots.index_select(0, slot_ids)
-        return states, own.masked_fill(cache_slots < 0, states.scratch)
+            return None
+        return DecodeStates(states, self.slots.state_slots.index_select(0, slot_ids), cache_slots >= 0)
 
 
 @contextmanager
