@@ -61,3 +61,23 @@ def test_the_dashboard_on_a_made_run(tmp_path: Path) -> None:
         "search, first answer",
         "export",
     } <= spent.keys()
+
+
+def test_speeds_of_model_families(tmp_path: Path) -> None:
+    """The script runs and replaces the rows of what it measured; docs/models.md has a row per family."""
+    script = runpy.run_path(str(BENCHMARKS / "model_families.py"))
+    page = (BENCHMARKS.parent / "docs" / "models.md").read_text()
+    copy, results = tmp_path / "models.md", tmp_path / "results.json"
+    copy.write_text(page.replace("| Mamba 2 | mamba2 |", "| stale | mamba2 |"))
+    sizes = ["--rows", "2", "--new-tokens", "2", "--repeats", "1"]
+    assert script["main"]([*sizes, "--types", "llama", "mamba2", "--json", str(results), "--table", str(copy)]) == 0
+    assert [(found["family"], found["training"], found["rollout"]) for found in json.loads(results.read_text())] == [
+        ("Llama", "ours", "embedded"),
+        ("Mamba 2", "transformers", "embedded"),
+    ]
+    for text in (page, copy.read_text()):
+        table = text.partition("<!-- families -->\n")[2].partition("<!-- end -->")[0]
+        cells = [line.strip("| ").split(" | ") for line in table.splitlines()[3:-1]]
+        assert [row[:2] for row in cells] == [[family, name] for name, family in script["FAMILIES"].items()]
+        assert all(len(row) == 8 for row in cells)
+    assert copy.read_text().partition("<!-- end -->")[2] == page.partition("<!-- end -->")[2]

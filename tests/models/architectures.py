@@ -2,8 +2,8 @@
 
     tiny_config ─► tiny_model ─► a model folder ─► support: a row of docs/models.md
 
-`python -m tests.models.architectures` writes docs/models.md; `test_architectures.py` compares the numbers of every type with
-transformers' own forward, and its row with that file.
+`python -m tests.models.architectures` writes the last table of docs/models.md; `test_architectures.py` compares the numbers of
+every type with transformers' own forward, and its row with that file.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ from lockstep.models.token_models import PolicyModel
 CPU = torch.device("cpu")
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 VOCAB = 96
-ROLLOUTS: tuple[tuple[str, Any, int], ...] = (
-    ("embedded", EmbeddedEngine, 8),
-    ("hf", HFEngine, 8),
+ROLLOUTS: tuple[tuple[str, Any, int | None], ...] = (
+    ("embedded", EmbeddedEngine, None),
+    ("hf", HFEngine, None),
     ("hf, max_num_seqs=1", HFEngine, 1),
 )
-"""Engines in the order of preference: name, class, max_num_seqs."""
+"""Engines in the order of preference: name, class, max_num_seqs if it must be that."""
 MODEL_TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 SKIPPED: dict[str, str] = {
@@ -508,9 +508,7 @@ def support(folder: Path) -> Support:
     try:
         model = load_causal_lm(HFModelConfig(path=str(folder)), "model", torch.float32, CPU)
         found.why_own = why_own_forward(model.config)
-        found.training = "transformers" if computes_packed(model) else "own"
-        if any(isinstance(module, StreamLayer) for module in model.modules()):
-            found.training = "ours"
+        found.training = training_path(model)
         if found.training != "own":
             found.engines["padded"] = train_engine(model, packed=False)
         with unchecked(bool(found.engines)):
@@ -525,18 +523,32 @@ def support(folder: Path) -> Support:
                 found.engines["packed"] = train_engine(model, packed=True)
     except ValueError as error:
         return Support(refusals={"training": str(error)})
+    config = RolloutConfig(prompt_length=16, response_length=16, kv_block_size=4, max_num_seqs=8)
+    found.rollout, found.rollout_engine, refusals = first_engine(model, config)
+    found.refusals |= refusals
+    return found
+
+
+def training_path(model: PreTrainedModel) -> str:
+    """`Support.training` of a model that is not refused."""
+    if any(isinstance(module, StreamLayer) for module in model.modules()):
+        return "ours"
+    return "transformers" if computes_packed(model) else "own"
+
+
+def first_engine(model: PreTrainedModel, config: RolloutConfig) -> tuple[str, RolloutEngine | None, dict[str, str]]:
+    """The first of `ROLLOUTS` that serves the model, by name, and the messages of those that refuse it."""
+    refusals: dict[str, str] = {}
     for name, engine_class, max_num_seqs in ROLLOUTS:
-        config = RolloutConfig(prompt_length=16, response_length=16, kv_block_size=4, max_num_seqs=max_num_seqs)
-        engine = engine_class(config, [2], 0)
+        engine = engine_class(dataclasses.replace(config, max_num_seqs=max_num_seqs or config.max_num_seqs), [2], 0)
         try:
             engine.bind(model)
             engine.generate([GenerationRequest([3, 4], SamplingParams(max_tokens=1))])
         except ValueError as error:
-            found.refusals[name] = str(error)
+            refusals[name] = str(error)
         else:
-            found.rollout, found.rollout_engine = name, engine
-            break
-    return found
+            return name, engine, refusals
+    return "none", None, refusals
 
 
 @contextmanager
@@ -576,27 +588,20 @@ def table_row(model_type: str, found: Support | None) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-HEADER = """\
-# Models
+TITLE = "## All types"
+HEADER = (
+    TITLE
+    + """
 
 Every causal language model type of transformers {version}, tried with random weights at a tiny size on a CPU in float32:
 log-probs and gradients of packed, padded and checkpointed training and greedy decoding equal those of transformers' own forward
 (eager attention, one row at a time), or the type is refused. Written by `python -m tests.models.architectures`, checked by
 `tests/models/test_architectures.py`.
 
-Training:
-
-- **ours**: our layers (`lockstep/models/decoder_layer.py`, `state_layer.py`), on packed tokens.
-- **transformers**: transformers' layers under our attention function, on packed tokens.
-- **own**: the model's own forward, on batches of rows padded on the right, which a causal model cannot see. Slower.
-- **refused**: an error when the model is loaded.
-
-Rollout is the engine to set as `actor_rollout_ref.rollout.name`; "hf, max_num_seqs=1" means that transformers' `generate` is wrong
-for this type on left-padded batches.
-
 | type | class | example | training | rollout | note |
 |---|---|---|---|---|---|
 """
+)
 
 
 def header() -> str:
@@ -607,14 +612,17 @@ def main() -> None:
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    print(header(), end="")
+    rows = []
     for model_type in sorted(MODEL_TYPES):
         found = None
         if model_type not in SKIPPED:
             with tempfile.TemporaryDirectory() as folder:
                 save_tiny_model(model_type, Path(folder))
                 found = support(Path(folder))
-        print(table_row(model_type, found), flush=True)
+        rows.append(table_row(model_type, found))
+        print(rows[-1], flush=True)
+    before, _, _ = DOCS.read_text().partition(TITLE)
+    DOCS.write_text(before + header() + "\n".join(rows) + "\n")
 
 
 if __name__ == "__main__":
