@@ -20,6 +20,7 @@ from lockstep.models.attention import no_mask
 from lockstep.models.known_models import KNOWN_MIXERS, STATE_MODELS
 from lockstep.models.loading import load_causal_lm
 from lockstep.models.lora import adapter_layers, install_adapters
+from lockstep.models.model_check import check_batch, check_outputs, transformers_forward
 from lockstep.models.packing import Layout, forward_rows
 from lockstep.models.state_layer import StateLayer
 from lockstep.models.state_mixer import MIXERS, StateMixer
@@ -157,6 +158,21 @@ def test_half_precision_copy_of_float32_masters(model_type: str, tmp_path: Path)
     model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
     config = FSDPEngineConfig(), FSDPOptimizerConfig()
     FsdpEngine(PolicyModel(model), *config, device=CPU, compute_dtype=torch.bfloat16, packed=True)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_model_in_bfloat16(model_type: str, tmp_path: Path) -> None:
+    """Weights and computation in bfloat16: packed and padded rows are transformers' rows."""
+    save_tiny_model(model_type, tmp_path)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.bfloat16, CPU)
+    policy, batch = PolicyModel(model), check_batch(VOCAB)
+    layouts: list[Layout] = ["packed", "padded"]
+    with torch.no_grad():
+        with transformers_forward(model):
+            expected = policy(forward_rows(batch, CPU, "rows"))
+        for layout in layouts:
+            got = policy(forward_rows(batch, CPU, layout))
+            check_outputs(got, expected, batch, model=model, path=layout, dtype=torch.bfloat16)
 
 
 def test_a_base_in_4_bits_keeps_weights_that_are_used_directly(tmp_path: Path) -> None:
