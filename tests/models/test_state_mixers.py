@@ -16,7 +16,9 @@ from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModel
 from lockstep.engines.train.checkpointing import LayerCheckpointing
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.train_engine import MicroBatching
-from lockstep.models.attention import no_mask
+from lockstep.models.attention import PackedAttention, no_mask
+from lockstep.models.attention_variants import PackedIndexer
+from lockstep.models.decoder import decoder_of
 from lockstep.models.known_models import KNOWN_MIXERS, STATE_MODELS
 from lockstep.models.loading import load_causal_lm
 from lockstep.models.lora import adapter_layers, install_adapters
@@ -25,6 +27,7 @@ from lockstep.models.packing import Layout, forward_rows
 from lockstep.models.state_layer import StateLayer
 from lockstep.models.state_mixer import MIXERS, StateMixer
 from lockstep.models.state_rows import PackedRows, RowStates, _Group
+from lockstep.models.stream_layer import StreamLayer
 from lockstep.models.token_models import PolicyModel
 from tests.engines.train import cases
 from tests.engines.train.cases import Case, Reference
@@ -108,12 +111,38 @@ def test_a_leak_between_rows_is_refused(model_type: str, tmp_path: Path, monkeyp
         train_engine(model, packed=True)
 
 
-def test_a_layer_without_context_is_an_error(tmp_path: Path) -> None:
-    save_tiny_model("qwen3_5_text", tmp_path)
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "jamba", "mamba"])
+def test_a_layer_without_context_is_an_error(model_type: str, tmp_path: Path) -> None:
+    save_tiny_model(model_type, tmp_path)
     model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
     ids = torch.randint(VOCAB, (1, 6))
     with pytest.raises(RuntimeError, match="got no attention context: its state would run"):
         model(input_ids=ids, position_ids=torch.arange(6)[None], attention_mask=no_mask(CPU), use_cache=False)
+
+
+def test_a_mixer_past_the_hooks_of_its_layer_is_an_error(tmp_path: Path) -> None:
+    """It computes once for each context that its layer is given, or by transformers' own forward."""
+    save_tiny_model("mamba", tmp_path)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
+    layer = decoder_of(model).layers[0]
+    x = torch.randn(1, 6, model.config.hidden_size)
+    layer(x, lockstep_context=PackedAttention([4, 2], CPU))
+    for module in (layer.mixer, layer.forward):
+        with pytest.raises(RuntimeError, match="MambaMixer got no attention context: its state would run"):
+            module(x)
+    with transformers_forward(model):
+        assert torch.equal(layer.mixer(x), layer.mixer.reference(x))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "jamba", "deepseek_v32"])
+def test_replaced_modules_know_whether_the_model_trains(model_type: str, tmp_path: Path) -> None:
+    save_tiny_model(model_type, tmp_path)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
+    replaced: list[Any] = [m for m in model.modules() if isinstance(m, StateMixer | StreamLayer | PackedIndexer)]
+    assert replaced
+    for mode in (True, False):
+        model.train(mode)
+        assert all(module.reference.training is mode for module in replaced)
 
 
 @pytest.fixture(scope="module")
