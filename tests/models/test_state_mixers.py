@@ -215,6 +215,8 @@ LORA_LAYERS = {
     "qwen3_next": "in_proj_ba in_proj_qkvz k_proj o_proj out_proj q_proj shared_expert_gate v_proj",
     "minimax": "k_proj o_proj out_proj output_gate q_proj qkv_proj v_proj",
     "mixtral": "k_proj o_proj q_proj v_proj",
+    "deepseek_v32": "kv_a_proj_with_mqa kv_b_proj o_proj q_a_proj q_b_proj",
+    "hy_v4": "down_proj gate_proj kv_a_proj_with_mqa kv_b_proj o_proj q_a_proj q_b_proj up_proj",
     "falcon_mamba": "in_proj x_proj",
     "nemotron_h": "down_proj in_proj k_proj o_proj q_proj up_proj v_proj",
 }
@@ -222,9 +224,14 @@ LORA_LAYERS = {
 
 
 @pytest.mark.parametrize("model_type", LORA_LAYERS)
-def test_adapters_are_on_the_linear_layers_that_there_are(model_type: str, tmp_path: Path) -> None:
+def test_adapters_are_on_the_linear_layers_that_there_are(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_tiny_model(model_type, tmp_path)
-    policy = with_adapters(tmp_path)
+    with caplog.at_level("INFO", logger="lockstep.models.lora"):
+        policy = with_adapters(tmp_path)
+    if model_type == "deepseek_v32":
+        assert "left out wherever they are: down_proj, gate_proj, up_proj, weights_proj, wk, wq_b" in caplog.text
     layers = adapter_layers(policy.transformer)
     assert sorted({path.rpartition(".")[2] for path in layers}) == LORA_LAYERS[model_type].split()
     train_engine(policy.transformer, packed=True)  # compares with peft's own forward
@@ -234,6 +241,7 @@ def test_adapters_are_on_the_linear_layers_that_there_are(model_type: str, tmp_p
     ("model_type", "target", "message"),
     [
         ("mamba", "dt_proj", "uses the weight of dt_proj directly, where an adapter has no effect; leave it out"),
+        ("hy_v4", "wk", "wk of HYV4ForCausalLM is in the indexer, which only picks keys.*no gradient; leave it out"),
         ("mixtral", "w2", "experts of MixtralForCausalLM is not a linear layer; its linear layers are k_proj"),
     ],
 )
