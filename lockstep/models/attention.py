@@ -427,6 +427,7 @@ class _Rows:
         # padding sees at least one key: the softmax of nothing is NaN
         self.positions = np.minimum((before[:1] if same else before) + query, self.keys.shape[1] - 1)
         self._masks: dict[tuple[int | None, int | None], Tensor | None] = {}
+        self._hidden: dict[tuple[int | None, int | None], Tensor] = {}
 
     def mask(self, options: LayerOptions, like: Tensor) -> Tensor | None:
         """(N or 1, 1, Q, K): 0 if the query may see the key, else -inf; None if `is_causal` says the same.
@@ -436,15 +437,19 @@ class _Rows:
         if options.extent not in self._masks:
             mask = None
             if self._has_prefix or options.extent != (None, None):
-                mask = additive_mask(self.hidden(options, torch.device("cpu")), like.dtype)
+                mask = additive_mask(self._hidden_on_host(options), like.dtype)
                 mask = to_device(mask[:, None], like.device)
             self._masks[options.extent] = mask
         return self._masks[options.extent]
 
     def hidden(self, options: LayerOptions, device: torch.device) -> Tensor:
         """(N or 1, Q, K): whether the query may not see the key."""
-        hidden = options.hides(self.positions[:, :, None], np.arange(self.keys.shape[1]))
-        return to_device(torch.from_numpy(hidden), device)
+        if options.extent not in self._hidden:
+            self._hidden[options.extent] = to_device(self._hidden_on_host(options), device)
+        return self._hidden[options.extent]
+
+    def _hidden_on_host(self, options: LayerOptions) -> Tensor:
+        return torch.from_numpy(options.hides(self.positions[:, :, None], np.arange(self.keys.shape[1])))
 
 
 def _split_rows(tokens: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

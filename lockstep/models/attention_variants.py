@@ -9,7 +9,7 @@ All do what transformers does if the model attends by transformers' own function
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from lockstep.models.key_index import KeyIndex
 
 @dataclass(frozen=True)
 class IndexerForm:
-    """
+    """How an indexer rotates its queries and keys.
+
     rope:       name of the rotary function in the module of the class.
     rope_first: whether it turns the first part of a head, or the last.
     """
@@ -39,7 +40,7 @@ INDEXERS: dict[str, IndexerForm] = {
 
 
 def install_attention_variants(model: nn.Module) -> None:
-    """Prepare the layers of a transformers model; no-op for those that need nothing."""
+    """Prepare those layers of a transformers model that compute from their whole row."""
     for layer in list(model.modules()):
         attention: Any = getattr(layer, "self_attn", None)
         if type(attention).__name__ == "Llama4TextAttention" and not layer._forward_pre_hooks:
@@ -94,6 +95,10 @@ class PackedIndexer(nn.Module):
         self.__dict__["reference"] = indexer  # not a child
         self.form = form
         self.config = indexer.config
+
+    def train(self, mode: bool = True) -> Self:
+        self.reference.training = mode
+        return super().train(mode)
 
     def forward(
         self,

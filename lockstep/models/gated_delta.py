@@ -11,18 +11,19 @@ Shapes: N rows of L tokens; HK key heads of DK, HV value heads of DV; states: co
 and recurrent (N, HV, DK, DV) in float32.
 """
 
+import inspect
 import sys
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
 from lockstep.kernels.ops import HALF
-from lockstep.models.state_rows import RowStates
+from lockstep.models.state_rows import RowBounds, RowStates
 
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
 
@@ -56,7 +57,7 @@ class GatedDelta:
         before = states.tensors.get(("recurrent", 0))
         inputs = states.update_conv_state(qkv.transpose(1, 2), conv_kernel_size=mixer.conv_kernel_size)
         qkv = self._convolution(inputs)[..., -length:].transpose(1, 2)
-        out, after = self.functions.torch_chunk_gated_delta_rule(
+        out, after = self._rule("torch_chunk_gated_delta_rule", rows)(
             *self._heads(qkv, b, a),
             chunk_size=min(LARGEST_CHUNK, max(SMALLEST_CHUNK, 1 << (length - 1).bit_length())),
             initial_state=before,
@@ -73,7 +74,7 @@ class GatedDelta:
         states.update_conv_state(qkv.transpose(1, 2))
         window, weight = states.tensors["conv", 0].float(), mixer.conv1d.weight.squeeze(1).float()
         qkv = ACT2FN[mixer.activation]((window * weight).sum(-1)).to(rows.dtype)
-        out, after = self.functions.torch_recurrent_gated_delta_rule(
+        out, after = self._rule("torch_recurrent_gated_delta_rule", rows)(
             *self._heads(qkv[:, None], b, a),
             initial_state=states.tensors["recurrent", 0],
             output_final_state=True,
@@ -81,6 +82,11 @@ class GatedDelta:
         )
         states.update_recurrent_state(after)
         return out.flatten(2)
+
+    def _rule(self, name: str, x: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+        """A function of the model's module; its kernels serve half precision on CUDA, its torch form everything else."""
+        function = getattr(self.functions, name)
+        return function if x.is_cuda and x.dtype in HALF else inspect.unwrap(function)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixer = self.mixer
@@ -112,7 +118,7 @@ class GatedDelta:
 class PackedGatedDelta(GatedDelta):
     """With the variable-length kernel of flash-linear-attention: a `PackedCore`."""
 
-    def packed(self, x: Tensor, bounds: Tensor, states: RowStates) -> Tensor:
+    def packed(self, x: Tensor, bounds: RowBounds, states: RowStates) -> Tensor:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         qkv, b, a = self._split(x)
@@ -124,26 +130,18 @@ class PackedGatedDelta(GatedDelta):
             initial_state=before,
             output_final_state=True,
             use_qk_l2norm_in_kernel=True,
-            cu_seqlens=bounds,
+            cu_seqlens=bounds.tensor,
         )
         states.update_recurrent_state(after)
         return out.flatten(2)
 
-    def _packed_convolution(self, x: Tensor, bounds: Tensor, states: RowStates) -> Tensor:
+    def _packed_convolution(self, x: Tensor, bounds: RowBounds, states: RowStates) -> Tensor:
         """(T, C) -> (T, C): one row, with the K inputs before each sequence in front of it."""
         width = self.mixer.conv_kernel_size
-        num_rows, num_tokens = len(bounds) - 1, len(x)
-        row = torch.searchsorted(bounds[1:], torch.arange(num_tokens, device=x.device), right=True)
-        place = torch.arange(num_tokens, device=x.device) + (row + 1) * width
-        last = torch.arange(width, device=x.device) - width  # the K places before a sequence or at its end
-        shift = torch.arange(1, num_rows + 1, device=x.device) * width
-        inputs = x.new_zeros(num_tokens + num_rows * width, x.shape[1]).index_copy(0, place, x)
+        place, starts, ends = bounds.spaced(width)
+        inputs = x.new_zeros(len(x) + len(bounds) * width, x.shape[1]).index_copy(0, place, x)
         before = states.tensors.get(("conv", 0))
         if before is not None:
-            starts = (bounds[:-1] + shift)[:, None] + last
-            inputs = inputs.index_copy(0, starts.flatten(), before.transpose(1, 2).flatten(0, 1).to(x.dtype))
-        ends = (bounds[1:] + shift)[:, None] + last
-        states.tensors["conv", 0] = (
-            inputs.index_select(0, ends.flatten()).unflatten(0, (num_rows, width)).transpose(1, 2)
-        )
+            inputs = inputs.index_copy(0, starts, before.transpose(1, 2).flatten(0, 1).to(x.dtype))
+        states.tensors["conv", 0] = inputs.index_select(0, ends).unflatten(0, (len(bounds), width)).transpose(1, 2)
         return self._convolution(inputs.t()[None])[0].t().index_select(0, place)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KeyIndex:
-    """
+    """The scorer's side of some queries.
+
     queries: (B, T, HI, DI) of the scorer; its keys are part of attention's keys, see `join_keys`.
     weights: (B, T, HI), the scale of query · key included.
     topk:    number of keys that a query attends to.

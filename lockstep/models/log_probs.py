@@ -53,7 +53,6 @@ class VocabularyHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         hidden = self.enter(hidden)
-        hidden = hidden.to(self.module.weight.dtype)  # type: ignore[arg-type]  # Mamba's residual stream is in float32
         plain = is_plain(self.module) and self.module.bias is None
         out: Tensor = linear_float32(hidden, self.module.weight) if plain else self.module(hidden).float()  # type: ignore[arg-type]
         if self.factor is not None:
@@ -63,15 +62,15 @@ class VocabularyHead:
         return out if self.cap is None else torch.tanh(out / self.cap) * self.cap
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """The input of `module`."""
+        """The input of `module`, in the dtype of its weight: Mamba's residual stream is in float32."""
         for module in self.before:
             hidden = module(hidden)
-        return hidden
+        weight = getattr(self.module, "weight", None)  # a block of several modules (BERT) has none
+        return hidden.to(weight.dtype) if isinstance(weight, Tensor) and weight.is_floating_point() else hidden
 
     def is_fused_for(self, hidden: Tensor) -> bool:
         """Whether `kernels/linear_log_prob.py` serves this head; one with an adapter is called as a module."""
-        half = hidden.is_cuda and hidden.dtype in HALF
-        return half and type(self.module) is nn.Linear and self.module.weight.dtype == hidden.dtype
+        return hidden.is_cuda and type(self.module) is nn.Linear and self.module.weight.dtype in HALF
 
 
 def vocabulary_head(model: PreTrainedModel) -> VocabularyHead:

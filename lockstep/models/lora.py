@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config.model import HFModelConfig
 from lockstep.kernels.ops import Adapter
+from lockstep.models.attention_variants import PackedIndexer
 from lockstep.models.four_bit import is_4bit
 from lockstep.models.state_mixer import DIRECT_WEIGHTS
 from lockstep.models.token_models import TokenModel
@@ -259,11 +260,18 @@ def _targets(model: TokenModel, config: HFModelConfig, key: str) -> str | list[s
     """`target_modules` without the layers that cannot have an adapter."""
     transformer = model.transformer
     none = _NO_ADAPTER.get(transformer.config.get_text_config().model_type, set())
+    untrained = _indexer_layers(transformer)
     if config.target_modules != "all-linear":
-        if isinstance(config.target_modules, list) and (named := sorted(none & set(config.target_modules))):
+        names = set(config.target_modules) if isinstance(config.target_modules, list) else set()
+        if named := sorted(none & names):
             raise ValueError(
                 f"{key}.target_modules: {type(transformer).__name__} uses the weight of {', '.join(named)} directly, where an "
                 "adapter has no effect; leave it out"
+            )
+        if named := sorted(untrained & names):
+            raise ValueError(
+                f"{key}.target_modules: {', '.join(named)} of {type(transformer).__name__} is in the indexer, which only picks "
+                "keys: an adapter there gets no gradient; leave it out"
             )
         return config.target_modules
     head = transformer.get_output_embeddings()
@@ -272,12 +280,21 @@ def _targets(model: TokenModel, config: HFModelConfig, key: str) -> str | list[s
         for path, module in transformer.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
-    left_out = {name for name in linears if name in none or _means_experts([name], transformer)}
+    left_out = {name for name in linears if name in none | untrained or _means_experts([name], transformer)}
     if not left_out and not _means_experts("all-linear", transformer):
         return "all-linear"
     if current_rank() == 0:
-        logger.info("LoRA: adapters of %s are on %s", type(transformer).__name__, ", ".join(sorted(linears - left_out)))
+        found = (", ".join(sorted(names)) or "none" for names in (linears - left_out, left_out))
+        logger.info(
+            "LoRA: adapters of %s are on %s; left out wherever they are: %s", type(transformer).__name__, *found
+        )
     return sorted(linears - left_out)
+
+
+def _indexer_layers(transformer: nn.Module) -> set[str]:
+    """Names of the linear layers of indexers, which run without gradients (DeepSeek-V3.2)."""
+    indexers = [module for module in transformer.modules() if isinstance(module, PackedIndexer)]
+    return {name for module in indexers for name, child in module.named_children() if isinstance(child, nn.Linear)}
 
 
 def _means_experts(targets: str | list[str], transformer: PreTrainedModel) -> bool:

@@ -29,12 +29,11 @@ def transformers_forward(model: PreTrainedModel, attention: str = "eager", exper
     Collective if several ranks hold its weights together.
     """
     text: Any = model.config.get_text_config()
-    before = text._attn_implementation
-    if before != attention:
-        model.set_attn_implementation(attention)
-    experts_before = model.get_experts_implementation()
-    model.set_experts_implementation(experts)
+    before, experts_before = text._attn_implementation, model.get_experts_implementation()
     try:
+        if before != attention:
+            model.set_attn_implementation(attention)
+        model.set_experts_implementation(experts)
         with reference_layers(model), whole_weights(model):
             yield
     finally:

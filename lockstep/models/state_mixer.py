@@ -10,7 +10,7 @@ Mixers for which `models/state_layer.py` has a layer are not wrapped.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -86,12 +86,13 @@ def install_state_mixers(model: nn.Module) -> bool:
     found = False
     for layer_idx, layer in enumerate(decoder.layers):
         for module in layer.modules():
-            if getattr(module, "layer_idx", layer_idx) in (None, -1):  # attention with tied weights (Zamba)
+            # attention with tied weights has none (Zamba)
+            if getattr(module, "layer_idx", layer_idx) in (None, -1):
                 module.layer_idx = layer_idx
         places = [(parent, name) for parent in list(layer.modules()) for name in list(parent._modules)]
-        mixers = [mixer for parent, name in places if (mixer := _wrap(parent, name, layer_idx)) is not None]
+        mixers = [mixer for parent, name in places if (mixer := _wrap(parent, name, layer_idx, decoder.config))]
         if mixers:
-            layer.register_forward_pre_hook(_ContextFor(mixers, decoder.config), with_kwargs=True)
+            layer.register_forward_pre_hook(_ContextFor(mixers), with_kwargs=True)
             found = True
     if found:
         decoder.register_forward_pre_hook(_context_with_mask, with_kwargs=True)
@@ -105,12 +106,12 @@ def _is_no_fallback(record: logging.LogRecord) -> bool:
     return "is falling back to its reference" not in record.getMessage()
 
 
-def _wrap(parent: nn.Module, name: str, layer_idx: int) -> "StateMixer | None":
+def _wrap(parent: nn.Module, name: str, layer_idx: int, config: Any) -> "StateMixer | None":
     child = parent._modules[name]
     form = MIXERS.get(type(child).__name__)
     if form is None or not type(child).__module__.startswith("transformers.models."):
         return None
-    mixer = StateMixer(child, form, layer_idx)
+    mixer = StateMixer(child, form, layer_idx, config)
     setattr(parent, name, mixer)
     return mixer
 
@@ -125,37 +126,42 @@ def _context_with_mask(decoder: nn.Module, args: tuple[Any, ...], options: dict[
 class _ContextFor:
     """Hook of a decoder layer: hands its mixers the context of the call, also when checkpointing computes it again."""
 
-    def __init__(self, mixers: "list[StateMixer]", config: Any) -> None:
+    def __init__(self, mixers: "list[StateMixer]") -> None:
         self.mixers = mixers
-        self.config = config
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         carried = getattr(options.get("attention_mask"), "lockstep_context", None)
         context = options.get("lockstep_context", carried)
-        require_context(layer, context, self.config)
         for mixer in self.mixers:
             mixer.context = context
 
 
 class StateMixer(nn.Module):
-    """mixer: the module that this one replaces.
+    """mixer: the module that this one replaces. config: of the decoder.
 
-    context: of the forward in progress, set by the decoder layer; None runs transformers' own forward.
+    context: of the forward in progress, set by the decoder layer. Without one transformers' own forward runs if the model attends
+             by transformers' own functions; otherwise it is an error.
     """
 
     reference: Any
 
-    def __init__(self, mixer: Any, form: MixerForm, layer_idx: int) -> None:
+    def __init__(self, mixer: Any, form: MixerForm, layer_idx: int, config: Any) -> None:
         super().__init__()
         self._modules, self._parameters, self._buffers = mixer._modules, mixer._parameters, mixer._buffers
         self.__dict__["reference"] = mixer  # not a child
         self.layer_idx = layer_idx
         self.form = form
+        self.config = config
         self.continues = form.continues
         self.context: AttentionContext | None = None
 
+    def train(self, mode: bool = True) -> Self:
+        self.reference.training = mode
+        return super().train(mode)
+
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         context, self.context = self.context, None  # the module must not keep what the context refers to
+        require_context(self.reference, context, self.config)
         if context is None:
             return self._own_forward(hidden_states, *args, **options)
         if self.form.returns != "tuple":

@@ -118,8 +118,40 @@ class PackedCore(Protocol):
 
     def __call__(self, rows: Tensor, states: RowStates) -> Tensor: ...
 
-    def packed(self, x: Tensor, bounds: Tensor, states: RowStates) -> Tensor:
-        """x (1, T, C): tokens of N rows one after another, bounds (N + 1,) int64, states of N rows -> (1, T, C')."""
+    def packed(self, x: Tensor, bounds: "RowBounds", states: RowStates) -> Tensor:
+        """x (1, T, C): tokens of N rows one after another, states of N rows -> (1, T, C')."""
+
+
+class RowBounds:
+    """N rows that lie one after another. bounds: (N + 1,) int64, where they begin and end."""
+
+    def __init__(self, bounds: np.ndarray, device: torch.device) -> None:
+        self.tensor = to_device(torch.from_numpy(bounds), device)
+        self._bounds = bounds
+        self._device = device
+        self._spaced: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._bounds[-1])
+
+    def spaced(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """With `width` places before each row: (T,) the place of each token, (N * width,) these places, and the last of each row.
+
+        A row's last places begin before it if it is shorter.
+        """
+        if width not in self._spaced:
+            shift = np.arange(1, len(self) + 1) * width
+            before = np.arange(width) - width
+            tokens = np.arange(self.num_tokens) + shift.repeat(np.diff(self._bounds))
+            starts, ends = ((part + shift)[:, None] + before for part in (self._bounds[:-1], self._bounds[1:]))
+            arrays = (torch.from_numpy(array.ravel()) for array in (tokens, starts, ends))
+            of_tokens, at_starts, at_ends = (to_device(array, self._device) for array in arrays)
+            self._spaced[width] = of_tokens, at_starts, at_ends
+        return self._spaced[width]
 
 
 @dataclass(frozen=True)
@@ -136,6 +168,20 @@ class _Group:
     own: np.ndarray
     source: np.ndarray | None = None
     keeps: bool = False
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows that a `PackedCore` computes together.
+
+    tokens: (T',) of the rows, one after another.
+    source: (N,) rows among those whose state is kept, the number of these for a row that begins without a state; None for the
+            rows that are kept.
+    """
+
+    tokens: Tensor
+    bounds: RowBounds
+    source: Tensor | None
 
 
 class PackedRows:
@@ -173,19 +219,20 @@ class PackedRows:
 
     def _run_packed(self, core: PackedCore, x: Tensor) -> Tensor:
         """The shared prompts in one call, then everything else in another."""
-        if len(self._parts) == 1:  # nothing is shared: the tokens are in order
-            return core.packed(x, self._parts[0][1], RowStates())
-        (prompts, prompt_bounds, _), (others, bounds, source) = self._parts
-        states = RowStates()
-        outputs = [core.packed(x.index_select(1, prompts), prompt_bounds, states)]
-        outputs.append(core.packed(x.index_select(1, others), bounds, states.and_empty().select(source)))
-        return torch.cat(outputs, 1).index_select(1, torch.cat((prompts, others)).argsort())
+        parts, token_index = self._parts
+        kept = RowStates()
+        if token_index is None:
+            return core.packed(x, parts[0].bounds, kept)
+        outputs = []
+        for part in parts:
+            states = kept if part.source is None else kept.and_empty().select(part.source)
+            outputs.append(core.packed(x.index_select(1, part.tokens), part.bounds, states))
+        return torch.cat(outputs, 1).index_select(1, token_index)
 
     @cached_property
-    def _parts(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of the shared prompts, and of everything else: (T',) tokens in order, (N + 1,) bounds of rows, and (N,) rows among those
-        whose state is kept, the number of these for a row that begins without a state."""
-        parts = []
+    def _parts(self) -> "tuple[list[_Part], Tensor | None]":
+        """The shared prompts, and everything else; (T,) where each token is among theirs, None if all are in order."""
+        parts, tokens = [], []
         num_kept = sum(len(group.index) for group in self.groups if group.keeps)
         for keeps in (True, False):
             groups = [group for group in self.groups if group.keeps is keeps]
@@ -196,10 +243,13 @@ class PackedRows:
             source = [np.full(len(g.index), num_kept) if g.source is None else g.source for g in groups]
             # prompts stay in the order of their states
             order = np.arange(len(first)) if keeps else first.argsort()
-            tokens = np.concatenate([np.arange(first[row], first[row] + count[row]) for row in order])
-            bounds = np.concatenate([[0], count[order].cumsum()])
-            parts.append((self._put(tokens), self._put(bounds), self._put(np.concatenate(source)[order])))
-        return parts
+            tokens.append(np.concatenate([np.arange(first[row], first[row] + count[row]) for row in order]))
+            bounds = RowBounds(np.concatenate([[0], count[order].cumsum()]), self._device)
+            begins = None if keeps else self._put(np.concatenate(source)[order])
+            parts.append(_Part(self._put(tokens[-1]), bounds, begins))
+        place = np.concatenate(tokens).argsort()
+        is_ordered = len(parts) == 1 and bool((place == np.arange(len(place))).all())
+        return parts, None if is_ordered else self._put(place)
 
     @cached_property
     def groups(self) -> list[_Group]:
@@ -219,6 +269,8 @@ class PackedRows:
         alone: list[tuple[int, int, int]] = []
         after: list[tuple[int, int, int]] = []
         for start, length, prefix in zip(starts, self._lengths, self._prefixes):
+            if not length:  # it begins where the next row does
+                continue
             if start in owned:
                 prefix = (start, owned[start])
                 start, length = start + owned[start], length - owned[start]

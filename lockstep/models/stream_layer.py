@@ -3,7 +3,7 @@
 `models/decoder_layer.py` is the layer with attention, `models/state_layer.py` the layer with a state.
 """
 
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -17,7 +17,7 @@ class StreamLayer(GradientCheckpointingLayer):
 
     width:        entries of a token's residual stream.
     norm_kind:    of all its norms.
-    activation:   of the gated MLP; None for any other block, such as experts.
+    hidden_act:   name of the MLP's activation, as in the model's config.
     tensor_group: ranks that hold the weights together (`models/split_weights.py`).
     """
 
@@ -32,6 +32,10 @@ class StreamLayer(GradientCheckpointingLayer):
         self.norm_kind: NormKind = norm_kind
         self.activation = gate_activation(layer.mlp, hidden_act)
         self.tensor_group: TensorGroup | None = None
+
+    def train(self, mode: bool = True) -> Self:
+        self.reference.training = mode
+        return super().train(mode)
 
     def activation_bytes(self, num_tokens: int, itemsize: int) -> int | None:
         """What one forward keeps for the backward on CUDA without checkpointing; None if that is not known."""

@@ -135,6 +135,7 @@ def agreed_runs(
     group: "dist.ProcessGroup | None" = None,
     group_size: int = 1,
     *,
+    aligned: bool = False,
     longer_alone: bool = False,
 ) -> Partitions:
     """Rows in parts of at most `max_tokens`, as many on every rank; rows that share a prompt lie together, and it counts once.
@@ -142,16 +143,19 @@ def agreed_runs(
     own, prompts: tokens of each row's response, and of its prompt.
     owners:       the first row with the same prompt.
     group_size:   rows that follow each other in groups of this size stay together.
+    aligned:      a part computes each of its rows up to the longest; rows of similar length lie together.
     longer_alone: a row or group that is longer than the budget is its own part; otherwise all ranks raise.
     Collective over `group`, whose ranks have equally many rows.
     """
     units = [list(range(i, i + group_size)) for i in range(0, len(own), group_size)]
-    units.sort(key=lambda rows: (owners[rows[0]], rows[0]))
 
     def cost(run: Partitions) -> int:
         rows = list(itertools.chain.from_iterable(run))
+        if aligned:
+            return len(rows) * max(own[i] + prompts[i] for i in rows)
         return sum(own[i] for i in rows) + sum({owners[i]: prompts[i] for i in rows}.values())
 
+    units.sort(key=lambda rows: (cost([rows]) if aligned else owners[rows[0]], rows[0]))
     longest, row = max((cost([unit]), unit[0]) for unit in units)
     if not longer_alone and _least_and_most(DOES_NOT_FIT if longest > max_tokens else 1, group)[0] == DOES_NOT_FIT:
         which = f"sequence {row} has" if group_size == 1 else f"sequences {row} to {row + group_size - 1} have"

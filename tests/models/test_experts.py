@@ -137,6 +137,10 @@ def test_every_family_computes_like_the_loop(kind: str) -> None:
         expected = log_probs_and_gradients(model, ids)
     assert model.config._experts_implementation == EXPERTS_NAME
     compare(got, expected)
+    attention = model.config._attn_implementation
+    with pytest.raises(ValueError), transformers_forward(model, attention="sdpa", experts="no such"):
+        pass
+    assert (model.config._attn_implementation, model.config._experts_implementation) == (attention, EXPERTS_NAME)
 
 
 def test_models_are_loaded_with_it_and_saved_without(tmp_path: Path) -> None:

@@ -61,6 +61,17 @@ def test_hidden_states_pass_the_modules_before_the_last_one() -> None:
     torch.testing.assert_close(head(hidden), last(torch.nn.functional.gelu(first(hidden))) * 2.0)
 
 
+def test_a_float32_stream_enters_a_head_in_half_precision() -> None:
+    linear = torch.nn.Linear(5, 11, dtype=torch.bfloat16)
+    hidden = torch.randn(3, 5)
+    expected = linear(hidden.bfloat16()).float()
+    torch.testing.assert_close(VocabularyHead(linear)(hidden), expected)
+    assert VocabularyHead(linear).enter(hidden).dtype == torch.bfloat16
+    # a block has no weight of its own
+    block = torch.nn.Sequential(linear)
+    torch.testing.assert_close(VocabularyHead(block)(hidden.bfloat16()), expected)
+
+
 def test_only_a_plain_linear_head_in_half_precision_on_cuda_is_fused() -> None:
     linear = torch.nn.Linear(5, 11, dtype=torch.bfloat16)
     assert not VocabularyHead(linear).is_fused_for(torch.randn(3, 5, dtype=torch.bfloat16))

@@ -1,5 +1,6 @@
 """Packed rows: a prompt that several rows have is computed once, and nothing changes by it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +8,13 @@ import torch
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
+from lockstep.config.model import HFModelConfig
+from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.models.attention import ATTENTION_NAME, PackedAttention
+from lockstep.models.loading import load_causal_lm
 from lockstep.models.packing import ForwardRows, Layout, forward_rows
 from lockstep.models.token_models import PolicyModel
+from tests.models.architectures import VOCAB, save_tiny_model, train_engine
 from tests.tiny import random_batch, tiny_config
 
 CPU = torch.device("cpu")
@@ -89,6 +94,27 @@ def test_log_probs_and_gradients_are_those_of_whole_rows(kind: str, changes: dic
     (shared, shared_gradient), (whole, whole_gradient) = results
     torch.testing.assert_close(shared, whole, atol=2e-6, rtol=0)
     torch.testing.assert_close(shared_gradient, whole_gradient, atol=5e-5, rtol=1e-5)
+
+
+def test_the_token_budget_of_aligned_rows_counts_their_padding(tmp_path: Path) -> None:
+    """RoBERTa counts positions by itself. One row has 9 tokens, the others 2."""
+    save_tiny_model("roberta", tmp_path)
+    engine = train_engine(load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU), packed=True)
+    batch = random_batch(8)
+    batch["input_ids"] = batch["input_ids"] % (VOCAB - 3) + 3
+    width = batch["prompts"].shape[1]
+    batch["attention_mask"].zero_()
+    batch["attention_mask"][:, width - 1 : width + 1] = 1
+    batch["attention_mask"][3, width - 1 : width + 8] = 1
+    batch["response_mask"] = batch["attention_mask"][:, width:]
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    parts = engine._partitions(batch, MicroBatching(max_tokens=24))
+    sizes = [forward_rows(batch[part], CPU, engine.layout).input_ids.numel() for part in parts]
+    assert engine.layout == "aligned" and sizes == [14, 9]
+    whole = engine.model(forward_rows(batch, CPU, engine.layout))["log_probs"]
+    for part in parts:
+        alone = engine.model(forward_rows(batch[part], CPU, engine.layout))["log_probs"]
+        torch.testing.assert_close(alone, whole[part], atol=2e-6, rtol=0)
 
 
 def test_aligned_rows_are_computed_by_the_models_own_forward_as_one_batch() -> None:

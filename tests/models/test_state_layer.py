@@ -1,7 +1,9 @@
 """Our layer with a state: the numbers of transformers' own layers row by row, on packed and padded tokens and in decode."""
 
 import copy
+import inspect
 import sys
+from functools import wraps
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -293,6 +295,18 @@ def test_the_form_without_padding_equals_padded_rows(
         results.append([out, inputs.grad, mixer.conv1d.weight.grad, mixer.A_log.grad, mixer.dt_bias.grad])
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
+def test_float32_does_not_reach_the_kernels_of_a_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = GatedDelta(make_model("Qwen3.5").get_decoder().layers[0].linear_attn)
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise AssertionError("the kernels compute in half precision")
+
+    expected = inspect.unwrap(getattr(core.functions, name))
+    monkeypatch.setattr(core.functions, name, wraps(expected)(refuse))
+    assert core._rule(name, torch.zeros(1)) is expected
 
 
 def test_tensor_parallelism_is_refused() -> None:

@@ -16,14 +16,18 @@ from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModel
 from lockstep.engines.train.checkpointing import LayerCheckpointing
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.train_engine import MicroBatching
-from lockstep.models.attention import no_mask
+from lockstep.models.attention import PackedAttention, no_mask
+from lockstep.models.attention_variants import PackedIndexer
+from lockstep.models.decoder import decoder_of
 from lockstep.models.known_models import KNOWN_MIXERS, STATE_MODELS
 from lockstep.models.loading import load_causal_lm
 from lockstep.models.lora import adapter_layers, install_adapters
+from lockstep.models.model_check import check_batch, check_outputs, transformers_forward
 from lockstep.models.packing import Layout, forward_rows
 from lockstep.models.state_layer import StateLayer
 from lockstep.models.state_mixer import MIXERS, StateMixer
 from lockstep.models.state_rows import PackedRows, RowStates, _Group
+from lockstep.models.stream_layer import StreamLayer
 from lockstep.models.token_models import PolicyModel
 from tests.engines.train import cases
 from tests.engines.train.cases import Case, Reference
@@ -107,12 +111,38 @@ def test_a_leak_between_rows_is_refused(model_type: str, tmp_path: Path, monkeyp
         train_engine(model, packed=True)
 
 
-def test_a_layer_without_context_is_an_error(tmp_path: Path) -> None:
-    save_tiny_model("qwen3_5_text", tmp_path)
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "jamba", "mamba"])
+def test_a_layer_without_context_is_an_error(model_type: str, tmp_path: Path) -> None:
+    save_tiny_model(model_type, tmp_path)
     model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
     ids = torch.randint(VOCAB, (1, 6))
     with pytest.raises(RuntimeError, match="got no attention context: its state would run"):
         model(input_ids=ids, position_ids=torch.arange(6)[None], attention_mask=no_mask(CPU), use_cache=False)
+
+
+def test_a_mixer_past_the_hooks_of_its_layer_is_an_error(tmp_path: Path) -> None:
+    """It computes once for each context that its layer is given, or by transformers' own forward."""
+    save_tiny_model("mamba", tmp_path)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
+    layer = decoder_of(model).layers[0]
+    x = torch.randn(1, 6, model.config.hidden_size)
+    layer(x, lockstep_context=PackedAttention([4, 2], CPU))
+    for module in (layer.mixer, layer.forward):
+        with pytest.raises(RuntimeError, match="MambaMixer got no attention context: its state would run"):
+            module(x)
+    with transformers_forward(model):
+        assert torch.equal(layer.mixer(x), layer.mixer.reference(x))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "jamba", "deepseek_v32"])
+def test_replaced_modules_know_whether_the_model_trains(model_type: str, tmp_path: Path) -> None:
+    save_tiny_model(model_type, tmp_path)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.float32, CPU)
+    replaced: list[Any] = [m for m in model.modules() if isinstance(m, StateMixer | StreamLayer | PackedIndexer)]
+    assert replaced
+    for mode in (True, False):
+        model.train(mode)
+        assert all(module.reference.training is mode for module in replaced)
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +189,21 @@ def test_half_precision_copy_of_float32_masters(model_type: str, tmp_path: Path)
     FsdpEngine(PolicyModel(model), *config, device=CPU, compute_dtype=torch.bfloat16, packed=True)
 
 
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_model_in_bfloat16(model_type: str, tmp_path: Path) -> None:
+    """Weights and computation in bfloat16: packed and padded rows are transformers' rows."""
+    save_tiny_model(model_type, tmp_path)
+    model = load_causal_lm(HFModelConfig(path=str(tmp_path)), "model", torch.bfloat16, CPU)
+    policy, batch = PolicyModel(model), check_batch(VOCAB)
+    layouts: list[Layout] = ["packed", "padded"]
+    with torch.no_grad():
+        with transformers_forward(model):
+            expected = policy(forward_rows(batch, CPU, "rows"))
+        for layout in layouts:
+            got = policy(forward_rows(batch, CPU, layout))
+            check_outputs(got, expected, batch, model=model, path=layout, dtype=torch.bfloat16)
+
+
 def test_a_base_in_4_bits_keeps_weights_that_are_used_directly(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     save_tiny_model("jamba", tmp_path)
@@ -170,6 +215,8 @@ LORA_LAYERS = {
     "qwen3_next": "in_proj_ba in_proj_qkvz k_proj o_proj out_proj q_proj shared_expert_gate v_proj",
     "minimax": "k_proj o_proj out_proj output_gate q_proj qkv_proj v_proj",
     "mixtral": "k_proj o_proj q_proj v_proj",
+    "deepseek_v32": "kv_a_proj_with_mqa kv_b_proj o_proj q_a_proj q_b_proj",
+    "hy_v4": "down_proj gate_proj kv_a_proj_with_mqa kv_b_proj o_proj q_a_proj q_b_proj up_proj",
     "falcon_mamba": "in_proj x_proj",
     "nemotron_h": "down_proj in_proj k_proj o_proj q_proj up_proj v_proj",
 }
@@ -177,9 +224,14 @@ LORA_LAYERS = {
 
 
 @pytest.mark.parametrize("model_type", LORA_LAYERS)
-def test_adapters_are_on_the_linear_layers_that_there_are(model_type: str, tmp_path: Path) -> None:
+def test_adapters_are_on_the_linear_layers_that_there_are(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_tiny_model(model_type, tmp_path)
-    policy = with_adapters(tmp_path)
+    with caplog.at_level("INFO", logger="lockstep.models.lora"):
+        policy = with_adapters(tmp_path)
+    if model_type == "deepseek_v32":
+        assert "left out wherever they are: down_proj, gate_proj, up_proj, weights_proj, wk, wq_b" in caplog.text
     layers = adapter_layers(policy.transformer)
     assert sorted({path.rpartition(".")[2] for path in layers}) == LORA_LAYERS[model_type].split()
     train_engine(policy.transformer, packed=True)  # compares with peft's own forward
@@ -189,6 +241,7 @@ def test_adapters_are_on_the_linear_layers_that_there_are(model_type: str, tmp_p
     ("model_type", "target", "message"),
     [
         ("mamba", "dt_proj", "uses the weight of dt_proj directly, where an adapter has no effect; leave it out"),
+        ("hy_v4", "wk", "wk of HYV4ForCausalLM is in the indexer, which only picks keys.*no gradient; leave it out"),
         ("mixtral", "w2", "experts of MixtralForCausalLM is not a linear layer; its linear layers are k_proj"),
     ],
 )

@@ -1,6 +1,7 @@
 """States of rows are those of transformers' cache; packed tokens are computed as the rows that they are."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from lockstep.models.state_rows import PackedRows, RowStates
+from lockstep.models.state_rows import PackedRows, RowBounds, RowStates
 
 CPU = torch.device("cpu")
 WIDTH = 3
@@ -24,6 +25,8 @@ PACKS = {
     "an owner that is its prompt": ([4, 3, 12], [(0, 0), (0, 4), (0, 4)]),
     "two groups": ([9, 2, 30, 6, 1, 70], [(0, 0), (0, 5), (0, 5), (0, 0), (41, 5), (41, 5)]),
     "groups of two prompt lengths": ([9, 2, 6, 1], [(0, 0), (0, 5), (0, 0), (11, 3)]),
+    "an empty row before an owner": ([3, 0, 7, 2], [(0, 0), (0, 0), (0, 0), (3, 4)]),
+    "rows that are prompts": ([5, 0, 3, 0], [(0, 0), (0, 5), (0, 0), (5, 3)]),
 }
 """Lengths of packed sequences, and where the prompt of each is if another one owns it."""
 
@@ -65,6 +68,8 @@ def test_packed_rows_are_rows(pack: str, continues: bool) -> None:
     torch.testing.assert_close(got, expected)
     gradients = [torch.autograd.grad((out * weight).sum(), x)[0] for out in (got, expected)]
     torch.testing.assert_close(*gradients)
+    if continues:
+        torch.testing.assert_close(rows.run(WithoutPadding(), x), expected)
 
 
 def test_little_is_padding() -> None:
@@ -94,6 +99,23 @@ def core(rows: Tensor, states: RowStates) -> Tensor:
     return torch.stack(outputs, 1)
 
 
+class WithoutPadding:
+    """`core` as a `PackedCore`."""
+
+    def __call__(self, rows: Tensor, states: RowStates) -> Tensor:
+        raise AssertionError("rows are computed without padding")
+
+    def packed(self, x: Tensor, bounds: RowBounds, states: RowStates) -> Tensor:
+        assert bounds.num_tokens == x.shape[1]
+        outputs, after = [], []
+        for row, (start, stop) in enumerate(pairwise(bounds.tensor.tolist())):
+            own = states.select(torch.tensor([row]))
+            outputs.append(core(x[:, start:stop], own))
+            after.append(own)
+        states.tensors = RowStates.cat(after).tensors
+        return torch.cat(outputs, 1)
+
+
 def whole_rows(rows: Tensor, states: RowStates) -> Tensor:
     assert not states.tensors
     return core(rows, states)
@@ -102,6 +124,8 @@ def whole_rows(rows: Tensor, states: RowStates) -> Tensor:
 def one_by_one(x: Tensor, lengths: Sequence[int], prefixes: Sequence[tuple[int, int]] | None) -> Tensor:
     outputs, start = [], 0
     for length, (first, before) in zip(lengths, prefixes or [(0, 0)] * len(lengths)):
+        if not length:
+            continue
         tokens = [*range(first, first + before), *range(start, start + length)]
         outputs.append(core(x[:, tokens], RowStates())[:, before:])
         start += length

@@ -214,6 +214,27 @@ def test_runs_keep_groups_of_rows_together() -> None:
         agreed_runs(own, prompts, owners, max_tokens=14, group_size=2)
 
 
+def test_aligned_runs_count_their_padding() -> None:
+    own, prompts = [1] * 32, [1] * 32
+    own[7] = 199
+    rows = list(range(32))
+    assert agreed_runs(own, prompts, rows, max_tokens=400) == [rows]
+    alone = [*rows[:7], *rows[8:]]
+    assert agreed_runs(own, prompts, rows, max_tokens=400, aligned=True) == [alone, [7]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_aligned_runs_hold_every_row_once_within_the_budget(seed: int) -> None:
+    rng = random.Random(seed)
+    own, prompts = ([rng.randint(1, 300) for _ in range(64)] for _ in range(2))
+    for group_size in (1, 2):
+        runs = agreed_runs(own, prompts, range(64), 2000, group_size=group_size, aligned=True)
+        assert sorted(itertools.chain(*runs)) == list(range(64))
+        for run in runs:
+            assert len(run) * max(own[i] + prompts[i] for i in run) <= 2000
+            assert all((i ^ 1) in run for i in run) or group_size == 1
+
+
 def test_a_row_beyond_the_budget_is_named() -> None:
     with pytest.raises(ValueError, match="sequence 1 has 12 tokens, more than the budget of 9"):
         agreed_runs([1, 8], [4, 4], [0, 1], max_tokens=9)

@@ -213,7 +213,10 @@ class TokenEngine(TrainEngine):
         if len(rows) > micro.group_size:
             size, used = (micro.num_rows or len(batch)) // micro.group_size, len(rows) // micro.group_size
             if micro.max_tokens is not None:
-                size, used = micro.max_tokens, max(2, -(-(prompt + response) // self.sp_size))
+                tokens = prompt + response
+                if self.layout == "aligned":
+                    tokens = len(rows) * max(prompts[i] + responses[i] for i in rows)
+                size, used = micro.max_tokens, max(2, -(-tokens // self.sp_size))
             smaller = halved(size, used)
         return MicroBatchFailure(micro.limit_name, smaller, prompt, response, len(rows))
 
@@ -327,7 +330,8 @@ class TokenEngine(TrainEngine):
             before, own = (lengths.tolist() for lengths in lengths_of(batch))
             owners = prompt_owners(batch) if self.layout == "packed" else list(range(len(batch)))
             most = micro.max_tokens * self.sp_size
-            return agreed_runs(own, before, owners, most, group, micro.group_size, longer_alone=is_lowered)
+            how = {"aligned": self.layout == "aligned", "longer_alone": is_lowered}
+            return agreed_runs(own, before, owners, most, group, micro.group_size, **how)
         size = micro.num_rows or len(batch)
         return [list(range(i, min(i + size, len(batch)))) for i in range(0, len(batch), size)]
 

@@ -21,7 +21,7 @@ from lockstep.engines.rollout.embedded.state_slots import (
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.split_weights import check_sizes
-from lockstep.models.state_rows import RowStates
+from lockstep.models.state_rows import RowBounds, RowStates
 from tests.engines.rollout.rollout_cases import (
     assert_same,
     device_or_skip,
@@ -315,8 +315,8 @@ class AddUpPacked:
     def __call__(self, rows: torch.Tensor, states: RowStates) -> torch.Tensor:
         raise AssertionError("rows of equal length are not needed")
 
-    def packed(self, x: torch.Tensor, bounds: torch.Tensor, states: RowStates) -> torch.Tensor:
-        lengths = bounds.diff().tolist()
+    def packed(self, x: torch.Tensor, bounds: RowBounds, states: RowStates) -> torch.Tensor:
+        lengths = bounds.tensor.diff().tolist()
         self.calls.append(lengths)
         parts = [RowStates({name: t[i : i + 1] for name, t in states.tensors.items()}) for i in range(len(lengths))]
         out = [add_up(row, part) for row, part in zip(x.split(lengths, 1), parts)]

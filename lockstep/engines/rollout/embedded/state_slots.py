@@ -14,10 +14,11 @@ from functools import cached_property
 from itertools import accumulate, groupby
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.models.state_rows import PackedCore, RowStates, StateCore, StateName
+from lockstep.models.state_rows import PackedCore, RowBounds, RowStates, StateCore, StateName
 from lockstep.utils.device import to_device
 
 
@@ -112,12 +113,11 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows that are computed in one call without padding. bounds: (N + 1,) of their tokens."""
+    """Rows that are computed in one call without padding."""
 
     is_fresh: bool
     slots: Tensor
-    bounds: Tensor
-    num_tokens: int
+    bounds: RowBounds
 
 
 class PrefillStates:
@@ -143,7 +143,7 @@ class PrefillStates:
     def _mix_packed(self, layer_idx: int, core: PackedCore, x: Tensor) -> Tensor:
         """Later chunks in one call, first tokens in another."""
         outputs = []
-        for part, tokens in zip(self._parts, x.split([part.num_tokens for part in self._parts], 1)):
+        for part, tokens in zip(self._parts, x.split([part.bounds.num_tokens for part in self._parts], 1)):
             states = RowStates() if part.is_fresh else self.store.read(layer_idx, part.slots)
             outputs.append(core.packed(tokens, part.bounds, states))
             self.store.write(layer_idx, part.slots, states)
@@ -154,9 +154,9 @@ class PrefillStates:
         parts = []
         for is_fresh, group in groupby(self.groups, key=lambda group: group.is_fresh):
             groups = list(group)
-            bounds = [0, *accumulate(length for g in groups for length in [g.length] * len(g.slots))]
+            bounds = np.array([0, *accumulate(length for g in groups for length in [g.length] * len(g.slots))])
             slots = torch.cat([g.slots for g in groups])
-            parts.append(_Part(is_fresh, slots, to_device(torch.tensor(bounds), self.store.device), bounds[-1]))
+            parts.append(_Part(is_fresh, slots, RowBounds(bounds, self.store.device)))
         return parts
 
 
