@@ -91,7 +91,9 @@ def install_state_mixers(model: nn.Module) -> bool:
         places = [(parent, name) for parent in list(layer.modules()) for name in list(parent._modules)]
         mixers = [mixer for parent, name in places if (mixer := _wrap(parent, name, layer_idx)) is not None]
         if mixers:
-            layer.register_forward_pre_hook(_ContextFor(mixers, decoder.config), with_kwargs=True)
+            context_for = _ContextFor(mixers, decoder.config)
+            layer.register_forward_pre_hook(context_for, with_kwargs=True)
+            layer.register_forward_hook(context_for.drop, always_call=True)
             found = True
     if found:
         decoder.register_forward_pre_hook(_context_with_mask, with_kwargs=True)
@@ -135,6 +137,11 @@ class _ContextFor:
         require_context(layer, context, self.config)
         for mixer in self.mixers:
             mixer.context = context
+
+    def drop(self, layer: nn.Module, args: Any, output: Any) -> None:
+        """After a layer that may have failed before its mixers: they must not keep what the context refers to."""
+        for mixer in self.mixers:
+            mixer.context = None
 
 
 class StateMixer(nn.Module):

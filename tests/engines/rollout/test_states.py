@@ -30,7 +30,13 @@ from tests.engines.rollout.rollout_cases import (
     naive_log_probs,
     transformers_greedy,
 )
-from tests.engines.rollout.test_out_of_memory import assert_consistent, most_rows, most_tokens, refuse
+from tests.engines.rollout.test_out_of_memory import (
+    assert_consistent,
+    check_failed_forward_keeps_no_cache,
+    most_rows,
+    most_tokens,
+    refuse,
+)
 from tests.models import architectures
 
 pytestmark = pytest.mark.first
@@ -219,6 +225,11 @@ def test_out_of_memory_does_not_change_the_result(
     assert_same(engine.generate(mixed_requests()), expected)
     assert engine.lowered_limits()
     assert_all_free(engine)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_h1"])
+def test_a_failed_forward_keeps_no_cache(model_type: str) -> None:
+    check_failed_forward_keeps_no_cache(hybrid(model_type))
 
 
 def test_states_that_do_not_fit_lower_the_sequences_at_once(

@@ -208,14 +208,16 @@ class ModelRunner:
         mask.lockstep_context = context
         if self._routing is not None:
             self._routing.begin()
-        output = decoder_of(self.model)(
-            input_ids=token_ids,
-            position_ids=position_ids,
-            attention_mask=mask,
-            use_cache=False,
-            lockstep_context=context,
-        )
-        mask.lockstep_context = None
+        try:
+            output = decoder_of(self.model)(
+                input_ids=token_ids,
+                position_ids=position_ids,
+                attention_mask=mask,
+                use_cache=False,
+                lockstep_context=context,
+            )
+        finally:
+            mask.lockstep_context = None  # it refers to the cache
         if self._routing is not None:
             self.routes = self._routing.end().routes().to(self._routing.dtype)
         hidden: Tensor = output.last_hidden_state[0]
