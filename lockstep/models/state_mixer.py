@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -91,9 +92,7 @@ def install_state_mixers(model: nn.Module) -> bool:
         places = [(parent, name) for parent in list(layer.modules()) for name in list(parent._modules)]
         mixers = [mixer for parent, name in places if (mixer := _wrap(parent, name, layer_idx)) is not None]
         if mixers:
-            context_for = _ContextFor(mixers, decoder.config)
-            layer.register_forward_pre_hook(context_for, with_kwargs=True)
-            layer.register_forward_hook(context_for.drop, always_call=True)
+            layer.register_forward_pre_hook(_ContextFor(mixers, decoder.config), with_kwargs=True)
             found = True
     if found:
         decoder.register_forward_pre_hook(_context_with_mask, with_kwargs=True)
@@ -136,18 +135,14 @@ class _ContextFor:
         context = options.get("lockstep_context", carried)
         require_context(layer, context, self.config)
         for mixer in self.mixers:
-            mixer.context = context
-
-    def drop(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """After a layer that may have failed before its mixers: they must not keep what the context refers to."""
-        for mixer in self.mixers:
-            mixer.context = None
+            mixer.context = None if context is None else ref(context)
 
 
 class StateMixer(nn.Module):
     """mixer: the module that this one replaces.
 
-    context: of the forward in progress, set by the decoder layer; None runs transformers' own forward.
+    context: of the forward in progress, set by the decoder layer; None runs transformers' own forward. A weak reference: a forward
+             that fails before this module must not keep the cache.
     """
 
     reference: Any
@@ -159,10 +154,11 @@ class StateMixer(nn.Module):
         self.layer_idx = layer_idx
         self.form = form
         self.continues = form.continues
-        self.context: AttentionContext | None = None
+        self.context: ref[AttentionContext] | None = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        context, self.context = self.context, None  # the module must not keep what the context refers to
+        reference, self.context = self.context, None
+        context = None if reference is None else reference()
         if context is None:
             return self._own_forward(hidden_states, *args, **options)
         if self.form.returns != "tuple":
