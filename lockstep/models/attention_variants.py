@@ -60,12 +60,16 @@ class _HandDown:
         self.context: AttentionContext | None = None
         layer.register_forward_pre_hook(self.take, with_kwargs=True)
         attention.register_forward_pre_hook(self.give, with_kwargs=True)
+        layer.register_forward_hook(self.drop, always_call=True)
 
     def take(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.context = options.get("lockstep_context")
 
     def give(self, attention: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, options | {"lockstep_context": self.context}
+
+    def drop(self, layer: nn.Module, args: Any, output: Any) -> None:
+        self.context = None  # it may refer to a cache
 
 
 class _ScaleByPosition:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -133,14 +134,15 @@ class _ContextFor:
         carried = getattr(options.get("attention_mask"), "lockstep_context", None)
         context = options.get("lockstep_context", carried)
         for mixer in self.mixers:
-            mixer.context = context
+            mixer.context = None if context is None else ref(context)
 
 
 class StateMixer(nn.Module):
     """mixer: the module that this one replaces. config: of the decoder.
 
     context: of the forward in progress, set by the decoder layer. Without one transformers' own forward runs if the model attends
-             by transformers' own functions; otherwise it is an error.
+             by transformers' own functions; otherwise it is an error. A weak reference: a forward that fails before this module
+             must not keep the cache.
     """
 
     reference: Any
@@ -153,14 +155,15 @@ class StateMixer(nn.Module):
         self.form = form
         self.config = config
         self.continues = form.continues
-        self.context: AttentionContext | None = None
+        self.context: ref[AttentionContext] | None = None
 
     def train(self, mode: bool = True) -> Self:
         self.reference.training = mode
         return super().train(mode)
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
-        context, self.context = self.context, None  # the module must not keep what the context refers to
+        reference, self.context = self.context, None
+        context = None if reference is None else reference()
         require_context(self.reference, context, self.config)
         if context is None:
             return self._own_forward(hidden_states, *args, **options)

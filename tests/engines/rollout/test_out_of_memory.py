@@ -2,6 +2,7 @@
 
 import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -102,6 +103,39 @@ def test_fewer_run_at_once_with_the_same_tokens(
     num_messages = len(caplog.records)
     assert_same(engine.generate(mixed_requests()), expected)  # the limit stays: no further message
     assert len(caplog.records) == num_messages and engine.lowered_limits() == metrics
+
+
+def check_failed_forward_keeps_no_cache(model: Any) -> None:
+    """A layer fails in the middle of a prefill, for lack of memory and otherwise; after `sleep` nothing holds the cache."""
+    engine, requests = embedded(model), mixed_requests()
+    expected = engine.generate(requests)
+    assert engine.runner is not None
+    for message in (CPU_ERROR, "mat1 and mat2 shapes cannot be multiplied"):
+        errors = [RuntimeError(message)]
+
+        def fail(*args: Any, errors: list[RuntimeError] = errors) -> None:
+            if errors:
+                raise errors.pop().with_traceback(None)
+
+        hook = model.get_decoder().layers[-1].register_forward_pre_hook(fail)
+        try:
+            if message is CPU_ERROR:
+                assert_same(engine.generate(requests), expected)
+            else:
+                with pytest.raises(RuntimeError, match="shapes"):
+                    engine.generate(requests)
+        finally:
+            hook.remove()
+        assert not errors
+        cache = weakref.ref(engine.runner.cache)
+        engine.sleep()
+        gc.collect()
+        assert cache() is None
+        assert_same(engine.generate(requests), expected)
+
+
+def test_a_failed_forward_keeps_no_cache(model: Any) -> None:
+    check_failed_forward_keeps_no_cache(model)
 
 
 def test_a_group_that_shares_a_prompt(model: Any) -> None:

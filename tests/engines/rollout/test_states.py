@@ -9,6 +9,7 @@ import torch
 from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
 from lockstep.engines.rollout.embedded import prefill
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
+from lockstep.engines.rollout.embedded.paged_attention import PagedCache
 from lockstep.engines.rollout.embedded.sequence import Sequence
 from lockstep.engines.rollout.embedded.state_slots import (
     DecodeStates,
@@ -30,7 +31,13 @@ from tests.engines.rollout.rollout_cases import (
     naive_log_probs,
     transformers_greedy,
 )
-from tests.engines.rollout.test_out_of_memory import assert_consistent, most_rows, most_tokens, refuse
+from tests.engines.rollout.test_out_of_memory import (
+    assert_consistent,
+    check_failed_forward_keeps_no_cache,
+    most_rows,
+    most_tokens,
+    refuse,
+)
 from tests.models import architectures
 
 pytestmark = pytest.mark.first
@@ -221,6 +228,11 @@ def test_out_of_memory_does_not_change_the_result(
     assert_all_free(engine)
 
 
+@pytest.mark.parametrize("model_type", ["mamba", "falcon_h1"])
+def test_a_failed_forward_keeps_no_cache(model_type: str) -> None:
+    check_failed_forward_keeps_no_cache(hybrid(model_type))
+
+
 def test_states_that_do_not_fit_lower_the_sequences_at_once(
     model: Any, expected: list[Completion], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -237,17 +249,91 @@ def test_states_that_do_not_fit_lower_the_sequences_at_once(
     assert_same(engine.generate(mixed_requests()), expected)
     assert engine.blocks.num_slots == engine.scheduler.max_num_seqs == 2
     assert engine.lowered_limits()["perf/rollout_limit/max_num_seqs"] == 2
-    assert "out of memory for the states of 5 sequences" in caplog.text
+    assert "out of memory for the states of 10 sequences" in caplog.text
+    assert "perf/rollout_limit/kv_blocks" not in engine.lowered_limits()
 
 
-def test_memory_is_shared_by_states_and_blocks(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_do_not_fit_leave_the_states(
+    model: Any, expected: list[Completion], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = embedded(model)
+    create = PagedCache.__init__
+
+    def limited(self: PagedCache, layers: Any, num_blocks: int, *args: Any) -> None:
+        if num_blocks > 40:
+            raise MemoryError
+        create(self, layers, num_blocks, *args)
+
+    monkeypatch.setattr(PagedCache, "__init__", limited)
+    engine._model_is_checked = True  # so that all blocks are asked for at once
+    assert_same(engine.generate(mixed_requests()), expected)
+    assert engine.lowered_limits().keys() == {"perf/rollout_limit/kv_blocks"}
+    assert engine.blocks.num_slots == 10 and "out of memory for a KV cache of" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("longest", "num_slots", "num_blocks"),
+    [
+        (1, 25, 28),  # of 26 sequences all fit
+        (30, 19, 40),  # half for the states
+        (60, 9, 60),  # one sequence must fit
+    ],
+)
+def test_memory_is_shared_by_states_and_blocks(
+    model: Any, monkeypatch: pytest.MonkeyPatch, longest: int, num_slots: int, num_blocks: int
+) -> None:
     runner = embedded(model).runner
     assert runner is not None
     state = bytes_per_slot(runner.layer_states())
-    block = 4 * sum(shape.bytes_per_token for shape in runner.layers().values())
-    monkeypatch.setattr(type(runner), "_cache_bytes", lambda self, utilization: 10 * (state + 5 * block))
-    assert runner.max_num_slots(0.5, blocks_per_slot=5) == 9
-    assert runner.max_num_blocks(0.5, num_slots=9) == 50
+    assert state == 2 * 4 * sum(shape.bytes_per_token for shape in runner.layers().values())
+    monkeypatch.setattr(type(runner), "_cache_bytes", lambda self, utilization: 40 * state)
+    assert runner.max_num_slots(0.5, longest) == num_slots
+    assert runner.max_num_blocks(0.5, num_slots) == num_blocks
+
+
+def test_recorded_experts_take_memory_of_blocks(model: Any) -> None:
+    without, recording = embedded(model).runner, embedded(model, enable_rollout_routing_replay=True).runner
+    assert without is not None and recording is not None and recording._route_shape is not None
+    assert recording._bytes_per_block == without._bytes_per_block + 4 * recording._route_shape.bytes_per_token
+
+
+def test_states_and_blocks_that_are_fewer_are_logged_once_each(
+    model: Any, expected: list[Completion], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = embedded(model)
+    assert engine.runner is not None
+    state = bytes_per_slot(engine.runner.layer_states())
+    monkeypatch.setattr(type(engine.runner), "_cache_bytes", lambda self, utilization: 30 * state)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            assert_same(engine.generate(mixed_requests()), expected)
+    assert (engine.blocks.num_slots, engine.blocks.num_blocks) == (8, 42)
+    messages = [record.getMessage() for record in caplog.records if "gpu_memory_utilization" in record.getMessage()]
+    assert len(messages) == 2 and "8 sequences decode at once" in messages[0] and "has 42 blocks" in messages[1]
+
+
+def test_chunks_that_memory_forces_stay_when_the_model_is_checked_again(caplog: pytest.LogCaptureFixture) -> None:
+    model = hybrid("mamba")
+    engine, requests = embedded(model), mixed_requests()[:1]
+    engine.generate(requests)
+    assert not engine.scheduler.chunked
+    engine.limits.lower_tokens(100, "no memory")
+    assert "token by token" in caplog.text and "enable_chunked_prefill" not in caplog.text
+    engine.bind(model)
+    engine.generate(requests)
+    assert engine.scheduler.chunked
+
+
+def test_cuda_graphs_are_captured_again_if_the_scratch_slot_differs(model: Any) -> None:
+    """Also where the states are at the same addresses."""
+    engine = embedded(model)
+    engine.generate(mixed_requests()[:1])
+    runner = engine.runner
+    assert runner is not None and runner.cache is not None and runner.cache.states is not None
+    for num_slots, num_moves in ((4, 1), (4, 1), (3, 2)):
+        runner.cache.states.num_slots = num_slots
+        runner._note_state_moves(runner.cache)
+        assert runner.num_moves == num_moves
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba"])

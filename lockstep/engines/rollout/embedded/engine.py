@@ -66,7 +66,7 @@ class EmbeddedEngine(ModuleEngine):
         )
         self.limits = MemoryLimits(self.scheduler)
         self._model_is_checked = False
-        self._limit_is_logged = False
+        self._logged_limits: set[str] = set()
         self._num_added = 0
         self._busy = False
         self._sequences: dict[int, sequences.Sequence] = {}  # unfinished, by request id
@@ -170,7 +170,9 @@ class EmbeddedEngine(ModuleEngine):
             return
         runner = self._bound[0]
         model = runner.model
-        self.scheduler.chunked = self.config.enable_chunked_prefill and not runner.has_whole_prompts
+        self.limits.has_whole_prompts = runner.has_whole_prompts
+        if not self.limits.has_lowered_tokens:
+            self.scheduler.chunked = self.config.enable_chunked_prefill and not runner.has_whole_prompts
         block_size = self.config.kv_block_size
         max_length = self.max_model_len
         if self.num_blocks is not None:
@@ -218,15 +220,11 @@ class EmbeddedEngine(ModuleEngine):
             if wanted <= current:
                 return current
             wanted = min(most, max(wanted, 2 * current))
-        blocks_per_slot = self.blocks.blocks_for(self.max_model_len) + 1
-        limit = max(1, current, runner.max_num_slots(self.config.gpu_memory_utilization, blocks_per_slot))
-        if limit < wanted and not self._limit_is_logged:
-            self._limit_is_logged = True
-            logger.info(
-                "%d sequences decode at once, not max_num_seqs=%d: that many fit with their states and the longest responses "
-                "(limited by actor_rollout_ref.rollout.gpu_memory_utilization and by the memory that the trainer leaves free)",
-                *(limit, most),
-            )
+        longest = self.blocks.blocks_for(self.max_model_len) + 1
+        limit = max(1, current, runner.max_num_slots(self.config.gpu_memory_utilization, longest))
+        if limit < wanted:
+            fewer = f"{limit} sequences decode at once, not max_num_seqs={most}"
+            self._log_limit("states", f"{fewer}: more states do not fit beside the KV cache")
         return min(wanted, limit)
 
     def _target_num_blocks(self, needed: list[int], num_slots: int) -> int:
@@ -247,11 +245,15 @@ class EmbeddedEngine(ModuleEngine):
                 return current
             target = max(target, 2 * current)  # single requests must not grow it each time
         limit = runner.max_num_blocks(self.config.gpu_memory_utilization, num_slots)
-        if limit < target and not self._limit_is_logged:
-            self._limit_is_logged = True
-            logger.info(
-                "the KV cache has %d blocks of %d tokens, %d would fit max_num_seqs=%d sequences: fewer may decode at once "
-                "(limited by actor_rollout_ref.rollout.gpu_memory_utilization and by the memory that the trainer leaves free)",
-                *(limit, self.config.kv_block_size, target, max_num_seqs),
-            )
+        if limit < target:
+            has = f"the KV cache has {limit} blocks of {self.config.kv_block_size} tokens"
+            would_fit = f"{target} would fit {max_num_seqs} sequences: fewer may decode at once"
+            self._log_limit("blocks", f"{has}, {would_fit}")
         return min(target, limit)
+
+    def _log_limit(self, kind: str, message: str) -> None:
+        """Once per kind."""
+        if kind not in self._logged_limits:
+            self._logged_limits.add(kind)
+            cause = "gpu_memory_utilization and by the memory that the trainer leaves free"
+            logger.info("%s (limited by actor_rollout_ref.rollout.%s)", message, cause)

@@ -4,7 +4,7 @@
     prefill                   tokens per prefill step (a prompt without chunks gets chunks)
     decoding, sampling        sequences that run at once
     both, at the least size   the KV cache
-    the KV cache              itself, down to the blocks of the longest sequence, and the states of sequences that run at once
+    the KV cache              itself, down to the blocks of the longest sequence; then the sequences that have a state
 
 The sequences of the step are undone or preempted first, so that nothing is lost but time: a preempted sequence goes on with its
 tokens, and its next token depends only on them, its seed and its position.
@@ -30,16 +30,22 @@ class MemoryLimits:
     """
     scheduler: its `max_num_seqs`, `max_num_tokens` and `chunked` are the limits on sequences and tokens.
     num_blocks: most blocks of the KV cache; None if memory has sufficed.
+    has_whole_prompts: whether the model computes the later chunks of a prompt token by token.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.num_blocks: int | None = None
+        self.has_whole_prompts = False
         self._lowered: dict[str, int] = {}
 
     def metrics(self) -> dict[str, float]:
         """The limits that were lowered."""
         return {f"perf/rollout_limit/{name}": MinOverRanks(limit) for name, limit in self._lowered.items()}
+
+    @property
+    def has_lowered_tokens(self) -> bool:
+        return "max_num_batched_tokens" in self._lowered
 
     def lower_seqs(self, num_running: int, reason: str) -> bool:
         """Preempt about half of the sequences; False if there is only one. Nothing may be in flight."""
@@ -57,8 +63,10 @@ class MemoryLimits:
             return False
         if not self.scheduler.chunked:
             self.scheduler.chunked = True
+            slow = "which is slow: the model computes all but the first chunk token by token"
+            despite = f"despite {_ROLLOUT}.enable_chunked_prefill=false"
             logger.warning(
-                "prompts are prefilled in chunks from now on, despite %s.enable_chunked_prefill=false", _ROLLOUT
+                "prompts are prefilled in chunks from now on, %s", slow if self.has_whole_prompts else despite
             )
         limit = min(self.scheduler.max_num_tokens, max(LEAST_TOKENS, num_tokens // 2))
         self.scheduler.max_num_tokens = limit
@@ -86,25 +94,30 @@ class MemoryLimits:
 
     def grow_cache(self, runner: ModelRunner, num_blocks: int, num_slots: int) -> None:
         """Grow the KV cache to this many blocks and state slots, or as far as memory allows; MemoryError if the longest sequence
-        does not fit then."""
+        does not fit then. There are fewer slots only if they do not fit with the fewest blocks."""
         blocks = self.scheduler.blocks
         least_blocks = max(blocks.num_blocks, self._blocks_of_longest())
         least_slots = max(blocks.num_slots, min(1, num_slots))
+        all_blocks, all_slots = num_blocks, num_slots
+        shortage = ""
         while num_blocks > blocks.num_blocks or num_slots > blocks.num_slots:
             if not (reason := runner.allocate(num_blocks, num_slots)):
                 blocks.grow(num_blocks, num_slots)
-                return
+                break
+            shortage = reason
             if runner.device.type == "cuda":
                 torch.cuda.empty_cache()
-            if num_blocks <= least_blocks and num_slots <= least_slots:
-                raise self._too_long(reason)
             if num_blocks > least_blocks:
-                tried, num_blocks = num_blocks, max(least_blocks, num_blocks // 2)
-                self._note("kv_blocks", num_blocks, f"a KV cache of {tried} blocks", reason)
-            if num_slots > least_slots:
-                tried, num_slots = num_slots, max(least_slots, num_slots // 2)
-                self.scheduler.max_num_seqs = num_slots
-                self._note("max_num_seqs", num_slots, f"the states of {tried} sequences", reason)
+                num_blocks = max(least_blocks, num_blocks // 2)
+            elif num_slots > least_slots:
+                num_blocks, num_slots = all_blocks, max(least_slots, num_slots // 2)
+            else:
+                raise self._too_long(reason)
+        if num_blocks < all_blocks:
+            self._note("kv_blocks", num_blocks, f"a KV cache of {all_blocks} blocks", shortage)
+        if num_slots < all_slots:
+            self.scheduler.max_num_seqs = num_slots
+            self._note("max_num_seqs", num_slots, f"the states of {all_slots} sequences", shortage)
 
     def _blocks_of_longest(self) -> int:
         blocks = self.scheduler.blocks

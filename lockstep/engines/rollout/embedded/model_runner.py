@@ -131,17 +131,23 @@ class ModelRunner:
 
     def max_num_blocks(self, utilization: float, num_slots: int = 0) -> int:
         """Blocks of the largest KV cache beside `num_slots` states."""
-        bytes_per_token = sum(shape.bytes_per_token for shape in self.layers().values())
-        bytes_per_token += 0 if self._route_shape is None else self._route_shape.bytes_per_token
         states = (num_slots + 1) * bytes_per_slot(self.layer_states())
         # no layer attends: blocks take no memory
-        return max(0, self._cache_bytes(utilization) - states) // (self.block_size * max(1, bytes_per_token))
+        return max(0, self._cache_bytes(utilization) - states) // max(1, self._bytes_per_block)
 
-    def max_num_slots(self, utilization: float, blocks_per_slot: int) -> int:
-        """Most sequences of which the state and so many blocks fit."""
-        one_block = sum(shape.bytes_per_token for shape in self.layers().values()) * self.block_size
-        one_state = bytes_per_slot(self.layer_states())
-        return self._cache_bytes(utilization) // (one_state + blocks_per_slot * one_block) - 1  # one is scratch
+    def max_num_slots(self, utilization: float, longest: int) -> int:
+        """Most state slots that leave half of the memory, and the `longest` blocks of a sequence, to the KV cache; or more, if
+        each has that many blocks beside it."""
+        total = self._cache_bytes(utilization)
+        blocks, state = longest * self._bytes_per_block, bytes_per_slot(self.layer_states())
+        return max(min(total // 2, total - blocks) // state, total // (state + blocks)) - 1  # one is scratch
+
+    @property
+    def _bytes_per_block(self) -> int:
+        """Of keys, values and recorded experts in all layers."""
+        per_token = sum(shape.bytes_per_token for shape in self.layers().values())
+        per_token += 0 if self._route_shape is None else self._route_shape.bytes_per_token
+        return self.block_size * per_token
 
     def _cache_bytes(self, utilization: float) -> int:
         """Memory of the largest cache: see `kv_cache_bytes` for CUDA; on CPU this share of the machine's memory."""
@@ -208,14 +214,16 @@ class ModelRunner:
         mask.lockstep_context = context
         if self._routing is not None:
             self._routing.begin()
-        output = decoder_of(self.model)(
-            input_ids=token_ids,
-            position_ids=position_ids,
-            attention_mask=mask,
-            use_cache=False,
-            lockstep_context=context,
-        )
-        mask.lockstep_context = None
+        try:
+            output = decoder_of(self.model)(
+                input_ids=token_ids,
+                position_ids=position_ids,
+                attention_mask=mask,
+                use_cache=False,
+                lockstep_context=context,
+            )
+        finally:
+            mask.lockstep_context = None  # it refers to the cache
         if self._routing is not None:
             self.routes = self._routing.end().routes().to(self._routing.dtype)
         hidden: Tensor = output.last_hidden_state[0]

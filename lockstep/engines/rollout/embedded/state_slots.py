@@ -44,7 +44,8 @@ def bytes_per_slot(layers: LayerStates) -> int:
 
 class StateSlots:
     """
-    num_slots: slots of sequences. One more, the last, is for rows that belong to no sequence.
+    num_slots: slots of sequences. One more, the last, is for rows that belong to no sequence. What it holds cannot matter: no
+               layer computes a row from another one, and nothing reads what these rows compute.
     tensors:   (num_slots + 1, …) by `layer_idx` and name.
     """
 
