@@ -122,7 +122,7 @@ OF_TYPE: dict[str, dict[str, Any]] = {
     "qwen2": {"layer_types": ["full_attention"] * NUM_LAYERS},
     "qwen3": {"layer_types": ["full_attention"] * NUM_LAYERS},
 }
-"""What a type needs beside `SIZES`."""
+"""What a type needs in addition to `SIZES`."""
 
 
 @dataclass

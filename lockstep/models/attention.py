@@ -61,7 +61,7 @@ class LayerOptions:
 
     @property
     def extent(self) -> tuple[int | None, int | None]:
-        """What the keys that a query may see depend on, beside its position."""
+        """What, besides its position, decides which keys a query may see."""
         return self.sliding_window, self.chunk
 
     def hides(self, position: Any, key: Any) -> Any:

@@ -224,11 +224,11 @@ class EmbeddedEngine(ModuleEngine):
         limit = max(1, current, runner.max_num_slots(self.config.gpu_memory_utilization, longest))
         if limit < wanted:
             fewer = f"{limit} sequences decode at once, not max_num_seqs={most}"
-            self._log_limit("states", f"{fewer}: more states do not fit beside the KV cache")
+            self._log_limit("states", f"{fewer}: more states do not fit next to the KV cache")
         return min(wanted, limit)
 
     def _target_num_blocks(self, needed: list[int], num_slots: int) -> int:
-        """needed: most blocks of each unfinished sequence. num_slots: state slots beside them."""
+        """needed: most blocks of each unfinished sequence. num_slots: state slots to leave room for."""
         if self.num_blocks is not None:
             return self.num_blocks
         runner = self._bound[0]

@@ -130,14 +130,14 @@ class ModelRunner:
         return self._probe
 
     def max_num_blocks(self, utilization: float, num_slots: int = 0) -> int:
-        """Blocks of the largest KV cache beside `num_slots` states."""
+        """Blocks of the largest KV cache that leaves room for `num_slots` states."""
         states = (num_slots + 1) * bytes_per_slot(self.layer_states())
         # no layer attends: blocks take no memory
         return max(0, self._cache_bytes(utilization) - states) // max(1, self._bytes_per_block)
 
     def max_num_slots(self, utilization: float, longest: int) -> int:
         """Most state slots that leave half of the memory, and the `longest` blocks of a sequence, to the KV cache; or more, if
-        each has that many blocks beside it."""
+        each has that many blocks too."""
         total = self._cache_bytes(utilization)
         blocks, state = longest * self._bytes_per_block, bytes_per_slot(self.layer_states())
         return max(min(total // 2, total - blocks) // state, total // (state + blocks)) - 1  # one is scratch
