@@ -90,7 +90,7 @@ STATE_MODELS: dict[str, frozenset[str]] = {
     "zaya": _HYBRID | {"hybrid_sliding"},
     **dict.fromkeys(("lfm2", "lfm2_moe"), frozenset({"conv"})),
 }
-"""Model types whose layers with a state compute on packed tokens -> entries of `config.layer_types` other than `ATTENTION_LAYERS`."""
+"""Model types with layers that have a state, on packed tokens -> entries of `config.layer_types` other than `ATTENTION_LAYERS`."""
 
 
 def install_decoder_layers(model: nn.Module) -> bool:
