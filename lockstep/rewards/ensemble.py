@@ -65,6 +65,11 @@ class EnsembleCaller:
         self.ensemble = ensemble
         self.calls = calls
 
+    def close(self) -> None:
+        for call in self.calls.values():
+            if hasattr(call, "close"):
+                call.close()
+
     def __call__(self, rows: list[Any]) -> list[Any]:
         with ThreadPoolExecutor(len(self.calls), thread_name_prefix="rewards") as threads:
             futures = {name: threads.submit(_call_part, name, call, rows) for name, call in self.calls.items()}

@@ -100,10 +100,14 @@ class WorkerPool:
             return batch.outcomes
 
     def close(self) -> None:
-        """Stop the workers; the next call starts them again."""
-        with self._lock:
+        """Stop the workers, unless a call in another thread uses them; the next call starts them again."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             self._kill_all(self._workers)
             self._target = 1
+        finally:
+            self._lock.release()
 
     def _start_workers(self, batch: "_Batch") -> None:
         if self._may_grow(batch) and time.monotonic() >= self._grow_at:

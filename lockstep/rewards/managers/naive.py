@@ -112,6 +112,11 @@ class NaiveRewardManager:
         self._failure_logged = False
         self._reads_rm_scores = getattr(self.compute_score, "uses_reward_model", False)
 
+    def close(self) -> None:
+        """Stop the processes that call the function; the next call starts them again."""
+        if hasattr(self.call_all, "close"):
+            self.call_all.close()
+
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | RewardResult:
         assert data.batch is not None
         if "rm_scores" in data.batch.keys() and not self._reads_rm_scores:  # noqa: SIM118 (a TensorDict is not a mapping)

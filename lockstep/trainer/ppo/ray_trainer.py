@@ -485,5 +485,9 @@ class PPOTrainer:
         self.source.saved(step)
 
     def close(self) -> None:
-        """Shut down the workers."""
+        """Shut down the workers, those of rewards too."""
+        for manager in (self.reward_fn, self.val_reward_fn):
+            close = getattr(manager, "close", None)  # a user's class may not have it
+            if close is not None:
+                close()
         self.workers.close()
