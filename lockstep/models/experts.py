@@ -49,9 +49,8 @@ def experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tenso
     x = to_experts(hidden.to(experts.down_proj.dtype), rows)
     x = grouped_linear(x, _first_weight(experts), rows)
     if experts.has_bias:
-        x = (
-            x + _first_bias(experts)[rows.expert]
-        )  # not index_select: its gradient would be summed by atomics in half precision
+        # not index_select: its gradient would be summed by atomics in half precision
+        x = x + _first_bias(experts)[rows.expert]
     x = grouped_linear(_activated(experts, x, row_weights), _last_weight(experts), rows)
     if experts.has_bias:
         x = x + (experts.down_proj_bias[rows.expert] * row_weights[:, None]).to(x.dtype)
