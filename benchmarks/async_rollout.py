@@ -1,11 +1,13 @@
 """Generation and rewards of a step with `rollout.mode=sync` and `async`: a slow reward function is called while others generate.
 
-    python benchmarks/async_rollout.py --model DIR [--prompts 32 --samples 4 --new-tokens 128 --max-num-seqs 32]
-                                       [--reward-ms 50 --rounds 5] [key=value ...]
+"by prompt" is `async` with a reward that compares the samples of a prompt, and so waits for the last of them.
 
-The reward function sleeps for `--reward-ms` per sample in the worker processes of rewards; 0 shows what single requests cost. Both
-modes run in turn in one process, with the same prompts, and must return the same batch. Responses end at one of eight tokens, so
-that their lengths have a long tail. Further `key=value` arguments are overrides.
+    python benchmarks/async_rollout.py --model DIR [--prompts 32 --samples 4 --new-tokens 128 --max-num-seqs 32]
+                                       [--reward-ms 50 --stop-tokens 8 --rounds 5] [key=value ...]
+
+The reward function sleeps for `--reward-ms` per sample in the worker processes of rewards; 0 shows what single requests cost. The
+modes run in turn in one process, with the same prompts, and must return the same batch. Responses end at one of `--stop-tokens`
+tokens, so that their lengths have a long tail. Further `key=value` arguments are overrides.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from copy import copy
 from pathlib import Path
 
 import pandas as pd
@@ -41,6 +44,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument("--reward-ms", type=float, default=50.0)
+    parser.add_argument("--stop-tokens", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     args, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +78,7 @@ def settings(args: argparse.Namespace, folder: Path) -> list[str]:
         f"actor_rollout_ref.rollout.n={args.samples}",
         f"actor_rollout_ref.rollout.max_num_seqs={args.max_num_seqs}",
         "actor_rollout_ref.rollout.mode=async",
-        f"actor_rollout_ref.rollout.stop_token_ids={list(range(3, 11))}",
+        f"actor_rollout_ref.rollout.stop_token_ids={list(range(3, 3 + args.stop_tokens))}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={args.prompts}",
         f"custom_reward_function.path={folder}/reward.py",
         f"trainer.default_local_dir={folder}/run",
@@ -85,25 +89,34 @@ def settings(args: argparse.Namespace, folder: Path) -> list[str]:
 
 def measure(trainer: object, rounds: int) -> None:
     own = trainer.sampling  # type: ignore[attr-defined]
-    modes = {"sync": Sampling(own.config, own.rollout_wg, own.rm_wg, own.reward_fn), "async": own}
+    by_prompt = copy(own)
+    by_prompt.sampler = copy(own.sampler)
+    by_prompt.sampler.scores_samples = False
+    modes = {
+        "sync": Sampling(own.config, own.rollout_wg, own.rm_wg, own.reward_fn),
+        "by prompt": by_prompt,
+        "async": own,
+    }
     prompts = next(trainer._prompts(Interrupt()))  # type: ignore[attr-defined]
-    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
-    idle: list[float] = []
+    numbers: dict[str, list[tuple[float, ...]]] = {mode: [] for mode in modes}
     for number in range(rounds + 1):
         batches = {}
         for mode, sampling in modes.items():
             began = time.perf_counter()
-            batches[mode], metrics = sampling.collect(iter([prompts[:]]), step=1, timing={})
+            timing: dict[str, float] = {}
+            batches[mode], metrics = sampling.collect(iter([prompts[:]]), step=1, timing=timing)
+            took = time.perf_counter() - began
             if number:  # the first round starts the workers of rewards
-                seconds[mode].append(time.perf_counter() - began)
-        idle.append(metrics["perf/reward_idle_fraction"])
+                numbers[mode].append((took, timing["gen"], timing["reward"], metrics.get("perf/reward_hidden_s", 0.0)))
         for key in ("responses", "token_level_scores"):
-            assert torch.equal(batches["sync"].tensors[key], batches["async"].tensors[key]), key
+            assert all(torch.equal(batches["sync"].tensors[key], batch.tensors[key]) for batch in batches.values()), key
     lengths = batches["sync"].tensors["response_mask"].sum(-1).float()
     print(f"{len(lengths)} responses of {lengths.mean():.0f} tokens, at most {lengths.max():.0f}")
-    for mode, times in seconds.items():
-        print(f"{mode:5}  median {statistics.median(times):.3f} s  best {min(times):.3f} s")
-    print(f"reward idle in async mode: {statistics.median(idle):.0%}")
+    for mode, rows in numbers.items():
+        total, gen, exposed, hidden = map(statistics.median, zip(*rows))
+        print(
+            f"{mode:9}  {total:.2f} s: generation {gen:.2f} s, then rewards {exposed:.2f} s; {hidden:.2f} s of rewards hidden"
+        )
 
 
 if __name__ == "__main__":

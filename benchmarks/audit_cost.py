@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from shapes import SHAPES
+from shapes import BFLOAT16_MASTERS, SHAPES, shape_config
 from tensordict import TensorDict
 from torch import Tensor
 from train_step import Task
-from transformers import Qwen2Config
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train.audit import ReferenceAudit, UpdateAudit
@@ -123,8 +122,8 @@ def main() -> None:
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda", 0) if is_cuda else torch.device("cpu")
     dtype = torch.bfloat16 if is_cuda else torch.float32
-    master = torch.bfloat16 if args.shape == "7b" else torch.float32
-    config = Qwen2Config(**SHAPES[args.shape])
+    master = torch.bfloat16 if args.shape in BFLOAT16_MASTERS else torch.float32
+    config = shape_config(args.shape)
     task = Task(config, args.rows, args.length, device, dtype, master, checkpointing=True, entropy=False)
     found = measure(task, args.updates) | measure_reference(task)
     for name, value in found.items():

@@ -7,6 +7,8 @@
     --shape 1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024 --max-tokens 16384
     --shape 7b --prompts 16 --samples 8 --prompt-tokens 256 --new-tokens 512 --checkpointing --max-tokens 16384
                --master-dtype bfloat16, or float32 masters with --optimizer-offload, or --lora-rank 32
+    --shape hybrid-1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024 --max-tokens 16384
+    --shape qwen3-30b-a3b-quarter --prompts 16 --samples 8 --checkpointing --max-tokens 16384 --master-dtype bfloat16
 
 The model has random weights (`--model DIR` uses a real one), every prompt has exactly `--prompt-tokens` tokens, and rewards are
 random. Each side runs in its own process, `--rounds` times in turn. The step time is the median without the first two steps;
@@ -25,15 +27,16 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
 from peers import Figures, finish, in_turn, medians, run_script
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES
+from shapes import SHAPES, shape_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 SPECIAL = ("<s>", "</s>", "<pad>")
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -58,6 +61,9 @@ from trl import GRPOConfig, GRPOTrainer
 ends = []
 
 class Clock(TrainerCallback):
+    def on_train_begin(self, *args, **kwargs):
+        self.begin = time.time()
+
     def on_step_end(self, *args, **kwargs):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -69,6 +75,14 @@ def reward(completions, **kwargs):
 cuda = torch.cuda.is_available()
 rows = options["prompts"] * options["samples"]
 vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=options["max_length"])
+settings = vllm if options["vllm"] else {}
+if options["full_length"]:
+    full = {"ignore_eos": True} if options["vllm"] else {"min_new_tokens": options["new_tokens"]}
+    settings = settings | {"generation_kwargs": full}
+peft_config = None
+if options["lora_rank"]:
+    from peft import LoraConfig
+    peft_config = LoraConfig(r=options["lora_rank"], target_modules="all-linear", task_type="CAUSAL_LM")
 arguments = GRPOConfig(
     output_dir=options["output"],
     per_device_train_batch_size=options["micro"],
@@ -85,7 +99,7 @@ arguments = GRPOConfig(
     save_strategy="no",
     gradient_checkpointing=options["checkpointing"],
     disable_tqdm=True,
-    **(vllm if options["vllm"] else {}),
+    **(settings | options["settings"]),
 )
 trainer = GRPOTrainer(
     model=AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16 if cuda else torch.float32),
@@ -93,18 +107,19 @@ trainer = GRPOTrainer(
     args=arguments,
     train_dataset=Dataset.from_dict({"prompt": options["texts"]}),
     processing_class=PreTrainedTokenizerFast.from_pretrained(options["model"]),
-    callbacks=[Clock()],
+    callbacks=[clock := Clock()],
+    peft_config=peft_config,
 )
 trainer.train()
 peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
-print("RESULT", json.dumps({"start": start, "ends": ends, "peak_gb": peak}))
+print("RESULT", json.dumps({"start": start, "begin": clock.begin, "ends": ends, "peak_gb": peak}))
 """
 
 
 def make_model(folder: Path, shape: str) -> None:
     """Write a model with random weights and a byte-level tokenizer."""
     torch.manual_seed(0)
-    config = Qwen2Config(**SHAPES[shape], bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    config = shape_config(shape, bos_token_id=0, eos_token_id=1, pad_token_id=2)
     on_gpu = torch.cuda.is_available()
     with torch.device("cuda" if on_gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
@@ -160,6 +175,7 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
         f"actor_rollout_ref.actor.fsdp_config.model_dtype={args.master_dtype}",
         f"actor_rollout_ref.actor.fsdp_config.optimizer_offload={args.optimizer_offload}",
         *micro_batching(args),
+        f"actor_rollout_ref.rollout.ignore_eos={args.full_length}",
         f"actor_rollout_ref.rollout.n={args.samples}",
         f"actor_rollout_ref.rollout.max_num_seqs={args.prompts * args.samples}",
         f"custom_reward_function.path={folder}/reward.py",
@@ -176,9 +192,10 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
     steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     steady = steps[2:] or steps
     times = {name: statistics.median(s[name] for s in steady) for name in steady[0] if name.startswith("timing_s/")}
+    first_s = steps[0]["timing_s/step"]
     times.pop("timing_s/step")
     return {
-        "step_s": median_step([step["time"] for step in steps]),
+        "step_s": median_step([step["time"] for step in steps], first_s),
         "start_s": steps[0]["time"] - start,
         "peak_gb": steps[-1].get("perf/max_memory_allocated_gb", 0.0) * 2**30 / 1e9,
         "log_probs_gap": statistics.median(s.get("training/rollout_log_probs_gap", 0.0) for s in steady),
@@ -197,28 +214,35 @@ def micro_batching(args: argparse.Namespace) -> list[str]:
 
 
 def run_trl(folder: Path, model: Path, texts: list[str], args: argparse.Namespace, vllm: bool) -> dict[str, float]:
-    options = {name: getattr(args, name) for name in ("prompts", "samples", "new_tokens", "steps", "checkpointing")}
+    names = ("prompts", "samples", "new_tokens", "steps", "checkpointing", "lora_rank", "full_length")
+    options = {name: getattr(args, name) for name in names}
     options |= {
         "model": str(model),
         "texts": texts,
         "micro": args.peer_micro,
         "max_length": args.prompt_tokens + args.new_tokens + 64,
         "vllm": vllm,
+        "settings": peer_settings(args.peer_setting),
         "output": str(folder / "trl"),
     }
     start = time.time()
     result = run_script(args.peer_python, TRL, options, folder)
     return {
-        "step_s": median_step(result["ends"]),
+        "step_s": median_step(result["ends"], result["ends"][0] - result["begin"]),
         "start_s": result["ends"][0] - start,
         "peak_gb": result["peak_gb"],
     }
 
 
-def median_step(ends: list[float]) -> float:
-    """Median time between the ends of consecutive steps, without the first two steps."""
+def peer_settings(given: list[str]) -> dict[str, Any]:
+    """KEY=VALUE -> a field of TRL's GRPOConfig; values are JSON."""
+    return {key: json.loads(value) for key, _, value in (setting.partition("=") for setting in given)}
+
+
+def median_step(ends: list[float], first: float) -> float:
+    """Median time between the ends of consecutive steps, without the first two steps; of a single step its own time."""
     steps = [after - before for before, after in pairwise(ends)]
-    return statistics.median(steps[1:] or steps)
+    return statistics.median(steps[1:] or steps or [first])
 
 
 def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, list[Figures]], dict[str, str]]:
@@ -256,7 +280,11 @@ def main() -> None:
     parser.add_argument(
         "--master-dtype", choices=["float32", "bfloat16"], default="float32", help="Lockstep's master weights"
     )
-    parser.add_argument("--lora-rank", type=int, default=0, help="train LoRA adapters of this rank on Lockstep's side")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train LoRA adapters of this rank on both sides")
+    parser.add_argument(
+        "--full-length", action="store_true", help="ignore the stop token: --new-tokens for all responses"
+    )
+    parser.add_argument("--peer-setting", action="append", default=[], help="KEY=JSON: a field of TRL's GRPOConfig")
     parser.add_argument("--optimizer-offload", action="store_true", help="keep Lockstep's optimizer state on the host")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
     parser.add_argument("--steps", type=int, default=6)

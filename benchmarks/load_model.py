@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES
+from shapes import SHAPES, shape_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.demo.model import make_tokenizer
@@ -59,7 +59,7 @@ def random_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_folder(shape: str, folder: Path) -> None:
-    model = meta_model(AutoModelForCausalLM, Qwen2Config(**SHAPES[shape]), torch.bfloat16)
+    model = meta_model(AutoModelForCausalLM, shape_config(shape), torch.bfloat16)
     save_policy(model, random_weights(model), make_tokenizer(), folder)
 
 
@@ -125,7 +125,7 @@ def dry_run(shape: str, ranks: int, fsdp_size: int = -1) -> list[dict[str, int]]
     for rank in range(ranks):
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=ranks)
         try:
-            model = meta_model(AutoModelForCausalLM, Qwen2Config(**SHAPES[shape]), torch.float32)
+            model = meta_model(AutoModelForCausalLM, shape_config(shape), torch.float32)
             install_decoder_layers(model)
             policy = PolicyModel(model)
             cpu = torch.device("cpu")

@@ -3,6 +3,7 @@
     python benchmarks/rollout.py --model DIR [--requests 64 --new-tokens 8-128]                a real model, greedy (CPU or GPU)
     python benchmarks/rollout.py --shape 0.5b 7b --workload uniform mixed [--json out.json]    random weights, sampled
     ... --engines embedded transformers vllm --peer-python .vllm/bin/python                    vLLM from another environment
+    ... --shape 7b --engines embedded embedded-fp8 vllm                                        also with rollout.quantization=fp8
 
 Requests have random prompts and ask for a fixed number of tokens; only those count. Sampled requests return the log-prob of every
 token and have a stop token, so that all engines check for it. transformers gets batches of requests of similar length. Each figure
@@ -26,10 +27,12 @@ from dataclasses import asdict, dataclass, field  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from shapes import SHAPES  # noqa: E402
+from shapes import SHAPES, architecture, shape_config  # noqa: E402
 
 WORKLOADS = {"uniform": (256, "256", "256"), "mixed": (512, "256", "16-1024")}
 """Requests, prompt tokens and new tokens."""
+
+ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def make_requests(case: Case, vocab_size: int, seed: int) -> list[Request]:
 Generate = Callable[[list[Request]], list[list[int]]]
 
 
-def embedded(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
+def embedded(args: argparse.Namespace, longest: Case, quantization: str | None = None) -> tuple[Generate, int]:
     from lockstep.kernels.gpu_warmup import start_gpu_warmup
 
     start_gpu_warmup(args.device)
@@ -99,6 +102,7 @@ def embedded(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
         max_num_seqs=longest.requests,
         max_num_batched_tokens=args.prefill_tokens,
         seed=0,
+        quantization=quantization,
     )
     engine = EmbeddedEngine(config, eos_token_ids=(), pad_token_id=0)
     engine.bind(model)
@@ -116,7 +120,30 @@ def embedded(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
         )
         return [c.token_ids for c in completions]
 
+    if quantization is not None:
+        print_drift(engine, model)
     return generate, model.config.vocab_size
+
+
+def embedded_fp8(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
+    return embedded(args, longest, "fp8")
+
+
+def print_drift(engine: Any, model: Any) -> None:
+    """Mean difference of log-probs between the engine and transformers in the model's dtype, over eight random prompts."""
+    import torch
+
+    from lockstep.engines.rollout import GenerationRequest, SamplingParams
+    from lockstep.models.model_check import reference_log_probs
+
+    rng, new = random.Random(1), min(64, engine.max_model_len - 16)
+    prompts = [[rng.randrange(model.config.vocab_size) for _ in range(16)] for _ in range(8)]
+    sampling = SamplingParams(1.0, max_tokens=new, ignore_eos=True)
+    completions = engine.generate([GenerationRequest(prompt, sampling, i) for i, prompt in enumerate(prompts)])
+    sequences = [prompt + c.token_ids for prompt, c in zip(prompts, completions)]
+    expected = [row[-new:].cpu() for row in reference_log_probs(model.eval(), sequences, [None] * len(sequences))]
+    got = torch.tensor([c.log_probs for c in completions])
+    print(f"log-probs differ from the model's by {(got - torch.stack(expected)).abs().mean():.4f} on average")
 
 
 def transformers(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
@@ -162,7 +189,8 @@ def vllm(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
     folder = args.model
     if folder is None:
         folder = tempfile.mkdtemp()
-        shape_config(args.shape, architectures=["Qwen2ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+        config = {"architectures": [architecture(args.shape)], "dtype": "bfloat16", "rope_parameters": ROPE}
+        shape_config(args.shape, **config).save_pretrained(folder)
         options["load_format"] = "dummy"
     llm = LLM(
         folder,
@@ -193,14 +221,7 @@ def vllm(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
     return generate, llm.llm_engine.model_config.get_vocab_size()
 
 
-ENGINES = {"embedded": embedded, "transformers": transformers, "vllm": vllm}
-
-
-def shape_config(shape: str, **more: Any) -> Any:
-    from transformers import Qwen2Config
-
-    rope = {"rope_type": "default", "rope_theta": 1e6}
-    return Qwen2Config(**SHAPES[shape], rope_parameters=rope, **more)
+ENGINES = {"embedded": embedded, "embedded-fp8": embedded_fp8, "transformers": transformers, "vllm": vllm}
 
 
 def load_model(args: argparse.Namespace, attention: str) -> Any:
@@ -214,7 +235,7 @@ def load_model(args: argparse.Namespace, attention: str) -> Any:
     torch.manual_seed(0)
     with torch.device(args.device):
         return AutoModelForCausalLM.from_config(
-            shape_config(args.shape), dtype=dtype, attn_implementation=attention
+            shape_config(args.shape, rope_parameters=ROPE), dtype=dtype, attn_implementation=attention
         ).eval()
 
 

@@ -1,4 +1,5 @@
-"""Sizes of the benchmarks' random models: SmolLM2 (135m), Qwen2.5, blocks of experts, and tiny ones to try the scripts on a CPU."""
+"""Sizes of the benchmarks' random models: SmolLM2 (135m), Qwen2.5, a Gated DeltaNet hybrid, a mixture of experts, and tiny ones to
+try the scripts on a CPU."""
 
 from typing import Any
 
@@ -7,6 +8,7 @@ def _sizes(
     vocabulary: int, width: int, inner: int, layers: int, heads: int, key_heads: int, tied: bool
 ) -> dict[str, Any]:
     return {
+        "model_type": "qwen2",
         "vocab_size": vocabulary,
         "hidden_size": width,
         "intermediate_size": inner,
@@ -14,6 +16,54 @@ def _sizes(
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
         "tie_word_embeddings": tied,
+        "max_position_embeddings": 65536,
+    }
+
+
+def _hybrid(vocabulary: int, width: int, inner: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+    """Qwen3-Next: Gated DeltaNet in three of four layers. MLPs are dense except in the last layer, because vLLM's class needs a
+    block of experts; it does not tie the embeddings either."""
+    return {
+        "model_type": "qwen3_next",
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": 2 * head_dim,
+        "linear_num_key_heads": width // head_dim,
+        "linear_num_value_heads": 2 * width // head_dim,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim,
+        "mlp_only_layers": list(range(layers - 1)),
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": inner // 2,
+        "shared_expert_intermediate_size": inner // 8,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+    }
+
+
+def _mixture(
+    vocabulary: int, width: int, inner: int, layers: int, heads: int, key_heads: int, head_dim: int, experts: int
+) -> dict[str, Any]:
+    """Qwen3-MoE: eight of the experts, `inner` wide, per token."""
+    return {
+        "model_type": "qwen3_moe",
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 8 * inner,
+        "moe_intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "head_dim": head_dim,
+        "num_experts": experts,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
         "max_position_embeddings": 32768,
     }
 
@@ -26,8 +76,29 @@ SHAPES: dict[str, dict[str, Any]] = {
     "3b": _sizes(151936, 2048, 11008, 36, 16, 2, True),
     "7b": _sizes(152064, 3584, 18944, 28, 28, 4, False),
     "32b": _sizes(152064, 5120, 27648, 64, 40, 8, False),
+    "tiny-hybrid": _hybrid(512, 64, 128, 4, 2, 16),
+    "hybrid-1.5b": _hybrid(151936, 1536, 6144, 24, 8, 128),
+    "tiny-moe": _mixture(512, 64, 32, 2, 4, 2, 16, 16),
+    "qwen3-30b-a3b-quarter": _mixture(151936, 2048, 768, 12, 32, 4, 128, 128),
 }
-"""Name -> arguments of Qwen2Config."""
+"""Name -> model type and sizes of a transformers config."""
+
+BFLOAT16_MASTERS = ("7b", "qwen3-30b-a3b-quarter")
+"""Shapes whose float32 optimizer does not fit on one device."""
+
+
+def shape_config(shape: str, **more: Any) -> Any:
+    """The transformers config of a shape."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**SHAPES[shape], **more)
+
+
+def architecture(shape: str) -> str:
+    """The transformers causal-LM class of a shape, as `config.json` names it."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[SHAPES[shape]["model_type"]])
 
 
 def _experts(width: int, inner: int, experts: int, top_k: int) -> dict[str, Any]:

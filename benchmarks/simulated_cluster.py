@@ -380,7 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
     StandIn.rollouts = rollouts_of(args, args.prompt_ids)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"model_type": "qwen2"}))
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
         for ranks in args.ranks:
             found.append(simulate(args, ranks, Path(folder)))
             print("  ".join(f"{name} {value:.4g}" for name, value in found[-1].items()), flush=True)

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from shapes import SHAPES
+from shapes import SHAPES, shape_config
 from tensordict import TensorDict
 from torch import Tensor
 from train_step import Task, free, lockstep_step, measure, print_kernels
-from transformers import Qwen2Config
 
 from lockstep.config.megatron import McoreEngineConfig
 from lockstep.config.model import FSDPOptimizerConfig, HFModelConfig
@@ -73,7 +72,7 @@ def main() -> None:
 
     device = torch.device("cuda" if on_gpu else "cpu")
     task = Task(
-        config=Qwen2Config(**SHAPES[args.shape], rope_theta=1e6),
+        config=shape_config(args.shape, rope_theta=1e6),
         rows=args.tokens // args.length,
         length=args.length,
         device=device,

@@ -5,7 +5,7 @@
 Rows have `length` tokens, the second half of which is the response. lockstep: `FsdpEngine` with `PolicyModel` (packed, log-probs at
 response tokens). transformers: sdpa attention on the same rows, log-softmax of the full logits, gather. Both compute in bfloat16 on
 CUDA with the same loss, gradient clipping and AdamW. Lockstep's master weights are float32, transformers' have the compute dtype;
-for 7b, whose float32 optimizer does not fit on one device, both are bfloat16. MFU is relative to `--peak-tflops` and counts only
+for shapes whose float32 optimizer does not fit on one device, both are bfloat16. MFU is relative to `--peak-tflops` and counts only
 required work (the head at response tokens only, no recomputation).
 """
 
@@ -16,16 +16,17 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES
+from shapes import BFLOAT16_MASTERS, SHAPES, shape_config
 from tensordict import TensorDict
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train.fsdp import FsdpEngine
@@ -52,7 +53,7 @@ class Result:
 class Task:
     """rows x length tokens on `device`; master: dtype of Lockstep's master weights."""
 
-    config: Qwen2Config
+    config: PreTrainedConfig
     rows: int
     length: int
     device: torch.device
@@ -65,15 +66,31 @@ class Task:
     def num_tokens(self) -> int:
         return self.rows * self.length
 
-    def flops(self) -> float:
-        """Forward and backward pass: 6 per weight and token, plus causal attention."""
+    @cached_property
+    def layers(self) -> Any:
+        """The model's layers, without memory."""
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(self.config).model.layers
+
+    @property
+    def layer_weights(self) -> float:
+        """Weights of all layers that a token is multiplied with."""
         c = self.config
-        head_dim = c.hidden_size // c.num_attention_heads
-        attention = c.hidden_size * (2 * c.hidden_size + 2 * c.num_key_value_heads * head_dim)
-        layer = attention + 3 * c.hidden_size * c.intermediate_size
-        scores = 2 * c.hidden_size * self.length / 2  # QK and PV products over the causal half
-        head = c.vocab_size * c.hidden_size * self.num_tokens / 2
-        return 6 * (c.num_hidden_layers * (layer + scores) * self.num_tokens + head)
+        experts = c.num_experts_per_tok / c.num_experts if hasattr(c, "num_experts_per_tok") else 1.0
+        parameters = ((name, p) for name, p in self.layers.named_parameters() if p.ndim > 1)
+        return sum(p.numel() * (experts if ".experts." in name else 1.0) for name, p in parameters)
+
+    @property
+    def scores(self) -> float:
+        """Products of a token's attention in all layers: QK and PV over the causal half."""
+        c = self.config
+        width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+        return sum(hasattr(layer, "self_attn") for layer in self.layers) * 2 * width * self.length / 2
+
+    def flops(self) -> float:
+        """Forward and backward pass: 6 per weight and token (of experts, those that a token uses), plus causal attention."""
+        head = self.config.vocab_size * self.config.hidden_size * self.num_tokens / 2
+        return 6 * ((self.layer_weights + self.scores) * self.num_tokens + head)
 
     def batch(self) -> TensorDict:
         generator = torch.Generator().manual_seed(0)
@@ -98,13 +115,12 @@ class Task:
             return AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=attention)
 
 
-def lockstep_step(task: Task) -> Callable[[], float]:
+def lockstep_engine(task: Task) -> FsdpEngine:
     model = task.model(task.master, ATTENTION_NAME)
     install_decoder_layers(model)
     pack_weights(model)
-    policy = PolicyModel(model)
-    engine = FsdpEngine(
-        policy,
+    return FsdpEngine(
+        PolicyModel(model),
         FSDPEngineConfig(),
         FSDPOptimizerConfig(),
         device=task.device,
@@ -112,6 +128,13 @@ def lockstep_step(task: Task) -> Callable[[], float]:
         packed=True,
         gradient_checkpointing=task.checkpointing,
     )
+
+
+def lockstep_step(
+    task: Task, engine: FsdpEngine | None = None, micro: MicroBatching | None = None
+) -> Callable[[], float]:
+    engine = engine or lockstep_engine(task)
+    micro = micro or MicroBatching()
     batch, total = task.batch(), task.num_tokens / 2
 
     def loss(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
@@ -121,7 +144,7 @@ def lockstep_step(task: Task) -> Callable[[], float]:
         return value, {"loss": value.detach()}
 
     def step() -> float:
-        metrics = engine.forward_backward(batch, loss, MicroBatching(), with_entropy=task.entropy)
+        metrics = engine.forward_backward(batch, loss, micro, with_entropy=task.entropy)
         engine.optimizer_step()
         return metrics["loss"]
 
@@ -222,12 +245,12 @@ def main() -> None:
     device = torch.device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     task = Task(
-        config=Qwen2Config(**SHAPES[args.shape], rope_theta=1e6),
+        config=shape_config(args.shape, rope_theta=1e6),
         rows=args.tokens // args.length,
         length=args.length,
         device=device,
         dtype=dtype,
-        master=dtype if args.shape == "7b" else torch.float32,
+        master=dtype if args.shape in BFLOAT16_MASTERS else torch.float32,
         checkpointing=args.checkpointing,
         entropy=args.entropy,
     )

@@ -8,14 +8,20 @@ import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lockstep.observability.console import LogHandler
 from lockstep.policy import Policy
 from lockstep.utils.model_path import local_model_folder
 from lockstep.utils.untrusted import printable
 
+if TYPE_CHECKING:
+    from lockstep.data.images import Picture
+
 HELP = """\
 /reset         forget the conversation
+/image PATH    show an image with the next question; several can be added
 /system TEXT   set the system prompt and forget the conversation; without TEXT remove it
 /quit          end (also Ctrl-D)
 Ctrl-C         stop an answer
@@ -53,7 +59,8 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
+        self.images: list[Picture] = []
 
     def load(self) -> None:
         """Load the model; ValueError if it cannot chat or the settings are invalid."""
@@ -64,7 +71,11 @@ class Conversation:
 
     def answer(self, question: str) -> None:
         """Write the answer to stdout as it is generated, and add both to the conversation."""
-        messages = [*self.messages, {"role": "user", "content": question}]
+        content: str | list[dict[str, Any]] = question
+        if self.images:
+            parts: list[dict[str, Any]] = [{"type": "image", "image": picture.rgb} for picture in self.images]
+            content = [*parts, {"type": "text", "text": question}]
+        messages = [*self.messages, {"role": "user", "content": content}]
         max_tokens = self.max_tokens
         if (positions := self.policy.max_positions) is not None:
             max_tokens = min(max_tokens, positions - self.policy.num_tokens(messages))
@@ -73,16 +84,25 @@ class Conversation:
                 f"the conversation is longer than the model's {positions} positions; /reset begins a new one\n"
             )
             return
-        parts: list[str] = []
+        self.images = []
+        pieces: list[str] = []
         with suppress(KeyboardInterrupt):
             for part in self.policy.stream(messages, max_tokens=max_tokens, seed=self.seed, **self.sampling):
-                parts.append(part)
+                pieces.append(part)
                 sys.stdout.write(_printable(part))
                 sys.stdout.flush()
         sys.stdout.write("\n")
         sys.stdout.flush()
         self.seed += 1
-        self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+    def show(self, path: str) -> None:
+        """Add an image to the next question; ValueError if it cannot be read or the model reads none."""
+        from lockstep.data.images import read_image
+
+        picture = read_image(Path(path))
+        self.policy.num_tokens([{"role": "user", "content": [{"type": "image", "image": picture.rgb}]}])
+        self.images.append(picture)
 
 
 def _printable(text: str) -> str:
@@ -110,6 +130,11 @@ def _loop(conversation: Conversation, is_terminal: bool) -> int:
         elif command == "/system":
             conversation.system = text.strip() or None
             conversation.reset()
+        elif command == "/image":
+            try:
+                conversation.show(text.strip())
+            except ValueError as error:
+                sys.stderr.write(f"{printable(text)}: {error}\n")
         elif command.startswith("/"):
             sys.stderr.write(HELP if command == "/help" else f"unknown command {command}\n{HELP}")
         elif line:

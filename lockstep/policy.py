@@ -10,10 +10,13 @@ from lockstep.utils.fs import is_remote
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from lockstep.data.image_prompts import ImageEncoder
     from lockstep.engines.rollout.rollout_engine import RolloutEngine
+    from lockstep.protocol.images import ImageInputs
 
 Prompt = str | Sequence[Mapping[str, Any]]
-"""Text, which is the message of a user, or messages `{"role": ..., "content": ...}`."""
+"""Text, which is the message of a user, or messages `{"role": ..., "content": ...}`. A content is text or a list of parts:
+`{"type": "text", "text": ...}`, `{"type": "image", "image": path, bytes, data URI or PIL image}`."""
 
 STREAM_TOKENS = 16
 """Tokens generated at a time by `Policy.stream`."""
@@ -26,6 +29,7 @@ class Policy:
     def __init__(self, path: Path | str) -> None:
         self.path = path if is_remote(str(path)) else Path(path)
         self._loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]] | None = None
+        self._encoder: ImageEncoder | None = None
         self._engine: RolloutEngine | None = None
         self._lengths = (0, 0)
 
@@ -44,11 +48,12 @@ class Policy:
 
         is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], Mapping))
         _, tokenizer, eos_ids = self._load()
-        ids = [_encode(tokenizer, prompt) for prompt in cast(Sequence[Prompt], [prompts] if is_one else prompts)]
+        found = [self._encode(prompt) for prompt in cast(Sequence[Prompt], [prompts] if is_one else prompts)]
+        ids = [prompt_ids for prompt_ids, _ in found]
         params = SamplingParams(max_tokens=max_tokens, **sampling)
         requests = [
-            GenerationRequest(prompt_ids, params, seed=seed * len(ids) * n + number * n + sample)
-            for number, prompt_ids in enumerate(ids)
+            GenerationRequest(prompt_ids, params, seed=seed * len(ids) * n + number * n + sample, images=images)
+            for number, (prompt_ids, images) in enumerate(found)
             for sample in range(n)
         ]
         completions = self._engine_for(max(map(len, ids), default=1), max_tokens).generate(requests)
@@ -65,12 +70,13 @@ class Policy:
         from lockstep.utils.decoding import decode_all
 
         _, tokenizer, eos_ids = self._load()
-        prompt_ids, shown = _encode(tokenizer, prompt), ""
+        prompt_ids, images = self._encode(prompt)
+        shown = ""
         done: list[int] = []
         engine = self._engine_for(len(prompt_ids) + max_tokens, STREAM_TOKENS)
         while len(done) < max_tokens:
             params = SamplingParams(max_tokens=min(STREAM_TOKENS, max_tokens - len(done)), **sampling)
-            (completion,) = engine.generate([GenerationRequest(prompt_ids + done, params, seed=seed)])
+            (completion,) = engine.generate([GenerationRequest(prompt_ids + done, params, seed, images)])
             done += completion.token_ids
             is_end = completion.stop_reason == "stop" or len(done) >= max_tokens
             (text,) = decode_all(tokenizer, [_without_end(done, eos_ids)])
@@ -82,7 +88,7 @@ class Policy:
 
     def num_tokens(self, prompt: Prompt) -> int:
         """Length of a prompt in tokens, with the chat template."""
-        return len(_encode(self._load()[1], prompt))
+        return len(self._encode(prompt)[0])
 
     @property
     def max_positions(self) -> int | None:
@@ -110,8 +116,11 @@ class Policy:
         if self._loaded is None:
             import torch
 
+            from lockstep.config.data import ImageDataConfig
             from lockstep.config.model import HFModelConfig
+            from lockstep.data.image_prompts import ImageEncoder
             from lockstep.models.loading import load_causal_lm, resolve_dtype
+            from lockstep.models.processor import hf_processor
             from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
             from lockstep.utils.device import resolve_device
             from lockstep.utils.model_path import base_folder
@@ -121,8 +130,29 @@ class Policy:
             tokenizer = hf_tokenizer(self.path, key="policy")
             config = HFModelConfig(path=str(self.path))
             model = load_causal_lm(config, "policy", resolve_dtype("auto", device), device)
+            processor = hf_processor(self.path, tokenizer, ImageDataConfig(), key="policy")
+            self._encoder = None if processor is None else ImageEncoder(processor)
             self._loaded = model, tokenizer, eos_token_ids(tokenizer, base)
         return self._loaded
+
+    def _encode(self, prompt: Prompt) -> "tuple[list[int], ImageInputs | None]":
+        """Token ids and images of a prompt; ValueError if it has images and the model reads none."""
+        from lockstep.data.image_prompts import image_values, place_images, read_pictures
+
+        tokenizer = self._load()[1]
+        messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        has_parts = any(isinstance(message.get("content"), list) for message in messages)
+        if has_parts:
+            messages = place_images(messages, None)
+        if self._encoder is not None:
+            messages = self._encoder.templated(messages)
+        text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        pictures = read_pictures(image_values(messages), None, allow_urls=False)
+        if not pictures:
+            return list(tokenizer(text, add_special_tokens=False)["input_ids"]), None
+        if self._encoder is None:
+            raise ValueError(f"{self.path} reads no images")
+        return self._encoder(text, pictures)
 
     def _engine_for(self, prompt_length: int, response_length: int) -> "RolloutEngine":
         if self._engine is None or prompt_length > self._lengths[0] or response_length > self._lengths[1]:
@@ -137,12 +167,6 @@ class Policy:
             self._engine = create_rollout_engine(config, eos_ids, tokenizer.pad_token_id)
             self._engine.bind(model)
         return self._engine
-
-
-def _encode(tokenizer: "PreTrainedTokenizerBase", prompt: Prompt) -> list[int]:
-    messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _without_end(token_ids: list[int], eos_ids: list[int]) -> list[int]:

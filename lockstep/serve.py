@@ -150,6 +150,9 @@ class Service:
         from lockstep.agents.endpoint.server import Endpoint
         from lockstep.agents.renderer import Renderer
         from lockstep.agents.tool_parser import ToolParser
+        from lockstep.config.data import ImageDataConfig
+        from lockstep.data.image_prompts import ImageEncoder
+        from lockstep.models.processor import hf_processor
         from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
         from lockstep.workers.rollout_client import RolloutClient
 
@@ -159,7 +162,9 @@ class Service:
         sampling = replace(self.sampling, max_tokens=min(options.max_tokens, max_model_len))
         tokenizer = hf_tokenizer(folder, key="MODEL")
         parser = ToolParser.get_tool_parser(options.tool_format, tokenizer)
-        renderer = Renderer(tokenizer, [*eos_token_ids(tokenizer, base), *parser.stop_token_ids])
+        stop_ids = [*eos_token_ids(tokenizer, base), *parser.stop_token_ids]
+        processor = hf_processor(folder, tokenizer, ImageDataConfig(), key="MODEL")
+        renderer = Renderer(tokenizer, stop_ids, encoder=None if processor is None else ImageEncoder(processor))
         answers = AnswerSettings(sampling, max_model_len, options.tool_format, seed=options.seed)
         client = RolloutClient(_worker_group(options, max_model_len))
         steady = SteadyClient(client, on_broken=lambda: self._stopping.set())

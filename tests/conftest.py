@@ -16,6 +16,7 @@ from lockstep.utils.distributed import leave_process_group
 from lockstep.utils.host import choose_matrix_library
 
 if TYPE_CHECKING:
+    from tests.engines.train.ranks import Ranks
     from tests.shared_processes import SharedProcesses
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback only; Ray reads it on import
@@ -74,6 +75,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator["Ranks"]:
+    from tests.engines.train.ranks import Ranks
+
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(autouse=True)

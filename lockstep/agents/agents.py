@@ -18,6 +18,7 @@ from lockstep.agents.tool_parser import ToolParser
 from lockstep.agents.tools.load import close_tools, load_tools, read_entries
 from lockstep.agents.tools.threads import end_child_processes
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.data.image_prompts import ImageEncoder
 from lockstep.protocol.generation import SamplingParams
 from lockstep.registry import did_you_mean, load_plugin, name_from_data
 
@@ -52,6 +53,7 @@ class Agents:
     stop_ids:        tokens that end a response of the model.
     template_kwargs: `data.apply_chat_template_kwargs`.
     data_files:      `data.train_files` and `data.val_files`.
+    processor:       of a model that reads images, with the tokenizer.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class Agents:
         stop_ids: Sequence[int],
         template_kwargs: Mapping[str, Any] | None = None,
         data_files: Sequence[str] = (),
+        processor: Any = None,
     ) -> None:
         self.config = rollout
         self.tokenizer = tokenizer
+        self._processor = processor
         self._stop_ids = stop_ids
         self._template_kwargs = template_kwargs
         self._data_files = data_files
@@ -86,7 +90,8 @@ class Agents:
     def renderer(self) -> Renderer:
         parser = ToolParser.get_tool_parser(self.config.multi_turn.format, self.tokenizer)
         stop_ids = {*self._stop_ids, *self.config.stop_token_ids, *parser.stop_token_ids}
-        renderer = Renderer(self.tokenizer, sorted(stop_ids), self._template_kwargs)
+        encoder = None if self._processor is None else ImageEncoder(self._processor)
+        renderer = Renderer(self.tokenizer, sorted(stop_ids), self._template_kwargs, encoder)
         renderer.check()
         return renderer
 

@@ -15,6 +15,7 @@ from lockstep.agents.renderer import Message, Renderer, TooLongError
 from lockstep.agents.tools.calls import CallResult
 from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+from lockstep.protocol.images import IMAGES
 from lockstep.utils.untrusted import printable
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
@@ -102,7 +103,7 @@ class Conversation:
         self.row = row
         self.messages: list[Message] = list(row.get("raw_prompt") or [])
         self.tools = list(tools)
-        self.trajectories = [Trajectory(list(prompt_ids))]
+        self.trajectories = [Trajectory(list(prompt_ids), images=row.get(IMAGES))]
         self.renderer = renderer
         self.sampling = sampling
         self.response_length = response_length
@@ -207,12 +208,12 @@ class Conversation:
             messages = self.renderer.plain_messages(messages, max_tokens=room, trusted=trusted)
             if messages == self.messages:
                 return True
-            ids = self.renderer.ids(messages, self.tools, max_tokens=room)
+            ids, images = self.renderer.ids_and_images(messages, self.tools, max_tokens=room)
         except TooLongError:
             return False
         if len(ids) >= room:
             return False
-        self.trajectories = [Trajectory(ids[:max_prompt_length])]
+        self.trajectories = [Trajectory(ids[:max_prompt_length], images=images)]
         self.trajectory.add_context(ids[max_prompt_length:])
         same = takewhile(lambda pair: pair[0] == pair[1], zip(messages, self.messages))
         self.set_messages(messages, num_prompt=len(list(same)))
@@ -229,7 +230,7 @@ class Conversation:
         )
         # A token depends on its request's seed and its position, and positions of one trajectory never come again.
         seed = (self.seed + len(self.trajectories) - 1) % 2**63
-        completion = await self.complete(GenerationRequest(self.trajectory.ids, sampling, seed))
+        completion = await self.complete(GenerationRequest(self.trajectory.ids, sampling, seed, self.trajectory.images))
         if completion.token_ids and not any(self.trajectory.response_mask[-1:]):  # else it continues the turn before
             self._turn_starts.append((len(self.tool_rewards), len(self.turn_scores)))
         self.trajectory.add_sampled(completion)
@@ -267,17 +268,17 @@ class Conversation:
         if self.follows_template and self.renderer.is_rewritten(self.messages, new, self.tools):
             num_prompt = len(self.trajectory.prompt_ids)
             most = num_prompt + self.response_length
-            ids = self.renderer.ids([*self.messages, *new], self.tools, max_tokens=most)
+            ids, images = self.renderer.ids_and_images([*self.messages, *new], self.tools, max_tokens=most)
             if len(ids) >= most:
                 raise TooLongError
-            self.trajectories.append(Trajectory(ids[:num_prompt]))
+            self.trajectories.append(Trajectory(ids[:num_prompt], images=images))
             self.trajectory.add_context(ids[num_prompt:])
             self.counts.breaks += 1
         else:
             bridge = self.renderer.bridge(self.messages, new, last_id, self.tools, max_tokens=self.room)
             if bridge is None:
                 raise ValueError(f"the chat template cannot render messages of the role {new[0]['role']} after a turn")
-            if len(bridge) >= self.room:
+            if len(bridge.ids) >= self.room:
                 raise TooLongError
-            self.trajectory.add_context(bridge)
+            self.trajectory.add_context(bridge.ids, bridge.images)
         self.messages += new

@@ -15,18 +15,23 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
 
 from lockstep.agents.schemas import arguments_object
+from lockstep.data.image_prompts import ImageEncoder, image_values, read_part
+from lockstep.data.images import ImageError, Picture, data_uri, read_image
+from lockstep.protocol.images import ImageInputs
 from lockstep.utils.untrusted import valid_text
 
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-"""`role` and `content` (text); of an assistant also `tool_calls`, of a tool `tool_call_id`:
+"""`role` and `content` (text, or a list of parts `{"type": "text", "text": …}` and `{"type": "image", "image": a data URI}`); of an
+assistant also `tool_calls`, of a tool `tool_call_id`:
 {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}."""
+Content = str | list[Message]
 Tools = Sequence[Mapping[str, Any]]
 
 LONGEST_TOKEN = 128
@@ -64,6 +69,25 @@ CALL_FORMS = (TurnForm("object"), TurnForm("object", ""), TurnForm("text"), Turn
 templates that render no calls: they are part of the turn's text."""
 
 
+def content_of(text: str, images: Sequence[str]) -> Content:
+    """The images, given as data URIs, then the text."""
+    if not images:
+        return text
+    parts: list[Message] = [{"type": "image", "image": image} for image in images]
+    return [*parts, *([{"type": "text", "text": text}] if text else [])]
+
+
+def _pictures(messages: Sequence[Message]) -> list[Picture]:
+    return [read_image(value) for value in image_values(messages)]
+
+
+class Bridge(NamedTuple):
+    """Tokens between an assistant turn and the next one, and the images whose placeholders are among them."""
+
+    ids: list[int]
+    images: ImageInputs | None
+
+
 class TooLongError(ValueError):
     """A text has more tokens than there is room for; it was not tokenized."""
 
@@ -73,12 +97,18 @@ class Renderer:
 
     stop_ids:        tokens that end an assistant turn.
     template_kwargs: further variables of the template.
+    encoder:         prepares images of messages; None if the model reads none.
     """
 
     def __init__(
-        self, tokenizer: Any, stop_ids: Sequence[int], template_kwargs: Mapping[str, Any] | None = None
+        self,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        template_kwargs: Mapping[str, Any] | None = None,
+        encoder: ImageEncoder | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.encoder = encoder
         self.stop_ids = frozenset(stop_ids)
         self.template_kwargs = dict(template_kwargs or {})
         self._special = sorted({str(token) for token in tokenizer.all_special_tokens} | _added_special(tokenizer))
@@ -110,7 +140,7 @@ class Renderer:
     def text(self, messages: Sequence[Message], tools: Tools | None = None, *, prompt: bool = True) -> str:
         """The whole conversation as text. prompt: with the generation prompt."""
         rendered: str = self.tokenizer.apply_chat_template(
-            list(messages),
+            list(messages) if self.encoder is None else self.encoder.templated(messages),
             tools=list(tools) if tools else None,
             add_generation_prompt=prompt,
             tokenize=False,
@@ -120,7 +150,23 @@ class Renderer:
 
     def ids(self, messages: Sequence[Message], tools: Tools | None = None, max_tokens: int | None = None) -> list[int]:
         """The whole conversation as tokens, with the generation prompt. max_tokens: see `encode`."""
-        return self.encode(self.text(self._fitted(messages), tools), max_tokens)
+        return self.ids_and_images(messages, tools, max_tokens)[0]
+
+    def ids_and_images(
+        self, messages: Sequence[Message], tools: Tools | None = None, max_tokens: int | None = None
+    ) -> tuple[list[int], ImageInputs | None]:
+        """`ids`, and the images of the messages."""
+        return self.encode_with(self.text(self._fitted(messages), tools), _pictures(messages), max_tokens)
+
+    def encode_with(
+        self, text: str, pictures: Sequence[Picture], max_tokens: int | None = None
+    ) -> tuple[list[int], ImageInputs | None]:
+        """`encode` of a text in which the template has written an image token for each picture."""
+        if not pictures:
+            return self.encode(text, max_tokens), None
+        if self.encoder is None:
+            raise ImageError("the messages have images, but the model reads none")
+        return self.encoder(valid_text(text), pictures)
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         """The tokens of a text, whose special tokens count as such.
@@ -152,8 +198,8 @@ class Renderer:
         last_id: int | None = None,
         tools: Tools | None = None,
         max_tokens: int | None = None,
-    ) -> list[int] | None:
-        """The tokens after an assistant turn: what is left of its end, `new` messages and the generation prompt.
+    ) -> Bridge | None:
+        """What follows an assistant turn: the rest of its end, `new` messages and the generation prompt.
 
         None if the template does not show where the turn ends.
         messages: the conversation up to the turn; the bridge depends only on its system message and the names of the turn's calls.
@@ -165,11 +211,11 @@ class Renderer:
         if form is None:
             return None
         marker, text = self._with_marker(form, messages, new, results, tools)
-        split = self._split_end(text, marker, form, max_tokens)
+        split = self._split_end(text, marker, form, max_tokens, _pictures(new))
         if split is None:
             return None
-        end, rest = split
-        return rest if last_id in self.stop_ids else end + rest
+        end, rest, images = split
+        return Bridge(rest if last_id in self.stop_ids else end + rest, images)
 
     def is_rewritten(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools | None = None) -> bool:
         """Whether the template renders `messages`, which end with an assistant turn, differently once `new` follow.
@@ -201,13 +247,35 @@ class Renderer:
         trusted:    contents that stay as they are, such as those of the row.
         """
         plain = []
-        for message in messages:
+        for number, message in enumerate(messages):
             content = message.get("content")
             if max_tokens is not None and isinstance(content, str):
                 self.check_length(content, max_tokens)
-            kept = {"content": content} if isinstance(content, str) and content in trusted else {}
+            if isinstance(content, list | tuple):
+                kept: Message = {"content": [self._plain_part(part, number, max_tokens) for part in content]}
+                message = {**message, "content": None}
+            else:
+                kept = {"content": content} if isinstance(content, str) and content in trusted else {}
             plain.append(self.as_plain(message) | kept)
         return plain
+
+    def _plain_part(self, part: Any, message: int, max_tokens: int | None) -> Message:
+        """A part of a content: plain text, or an image as a data URI; ImageError for an image that is given by its place."""
+        kind, value = read_part(part, message)
+        if kind == "text":
+            if max_tokens is not None:
+                self.check_length(value, max_tokens)
+            return {"type": "text", "text": self.as_plain_text(value)}
+        given = value
+        while isinstance(given, Mapping):
+            given = next((given[key] for key in ("image", "image_url", "url", "bytes", "base64") if key in given), None)
+        is_bare = isinstance(value, Mapping) and "base64" in value
+        if given is None or (isinstance(given, str) and not given.startswith("data:") and not is_bare):
+            raise ImageError(f"an image of message {message} is not a data URI (data:image/png;base64,...)")
+        if isinstance(given, str) and given.startswith("data:"):
+            read_image(given)
+            return {"type": "image", "image": given}
+        return {"type": "image", "image": data_uri(read_image(value if is_bare else given))}
 
     def as_plain(self, value: Any) -> Any:
         """JSON data with all its text as plain text."""
@@ -217,11 +285,16 @@ class Renderer:
             return {self.as_plain(name): self.as_plain(item) for name, item in value.items()}
         return [self.as_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def tool_messages(self, results: Sequence[tuple[str, str, str]]) -> list[Message]:
-        """Messages with the results of calls, each given as (name, id, text)."""
+    def tool_messages(self, results: Sequence[tuple[str, str, Content]]) -> list[Message]:
+        """Messages with the results of calls, each given as (name, id, content)."""
         if self.tool_role == "user":
-            return [{"role": "user", "content": "\n".join(text for _, _, text in results)}]
-        return [{"role": "tool", "name": name, "tool_call_id": call_id, "content": t} for name, call_id, t in results]
+            contents = [content for _, _, content in results]
+            texts = [content for content in contents if isinstance(content, str)]
+            if len(texts) == len(contents):
+                return [{"role": "user", "content": "\n".join(texts)}]
+            parts = [[{"type": "text", "text": c}] if isinstance(c, str) else c for c in contents]
+            return [{"role": "user", "content": [part for content in parts for part in content]}]
+        return [{"role": "tool", "name": name, "tool_call_id": call_id, "content": c} for name, call_id, c in results]
 
     def _fitted(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with the arguments of calls as the template expects them: objects or JSON text."""
@@ -275,9 +348,14 @@ class Renderer:
         return marker, self.text([*system, QUESTION, form.turn(marker, last, results), *new], tools)
 
     def _split_end(
-        self, text: str, marker: str, form: TurnForm, max_tokens: int | None = None
-    ) -> tuple[list[int], list[int]] | None:
-        """The token that ends the turn with the marker, and those after it.
+        self,
+        text: str,
+        marker: str,
+        form: TurnForm,
+        max_tokens: int | None = None,
+        pictures: Sequence[Picture] = (),
+    ) -> tuple[list[int], list[int], ImageInputs | None] | None:
+        """The token that ends the turn with the marker, those after it, and their images.
 
         Some templates end turns with plain text: it is part of the rest. After calls, whose syntax follows the marker, the end
         cannot be told from it, and the result is None. So it is if the template leaves out the turn.
@@ -286,13 +364,13 @@ class Renderer:
         if not found:
             return None
         has_calls = form is not PLAIN
-        ids = self.encode(tail, max_tokens)
+        ids, images = self.encode_with(tail, pictures, max_tokens)
         # a template may end earlier turns with another token than the last one, which the model samples
         for ends in (self.stop_ids, self._special_ids):
             at = next((number for number, token in enumerate(ids) if token in ends), None)
             if at is not None and (has_calls or not self.tokenizer.decode(ids[:at], skip_special_tokens=True).strip()):
-                return ids[at : at + 1], ids[at + 1 :]
-        return None if has_calls else ([], ids)
+                return ids[at : at + 1], ids[at + 1 :], images
+        return None if has_calls else ([], ids, images)
 
     def _is_exact(self, role: str) -> bool:
         new = [RESULT] if role == "tool" else [QUESTION]
@@ -305,7 +383,7 @@ class Renderer:
         if bridge is None or not whole.startswith(prompt):
             return False
         ids, prompt_ids = self.encode(whole), self.encode(prompt)
-        return ids[len(ids) - len(bridge) :] == bridge and ids[: len(prompt_ids)] == prompt_ids
+        return ids[len(ids) - len(bridge.ids) :] == bridge.ids and ids[: len(prompt_ids)] == prompt_ids
 
 
 def _calls(turn: Message, results: Sequence[Message], arguments: Any) -> list[dict[str, Any]]:

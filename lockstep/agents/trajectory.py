@@ -6,11 +6,13 @@ A trajectory only grows, and sampled ids are never rendered again: training sees
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 
 from lockstep.protocol.generation import Completion, first_routes
+from lockstep.protocol.images import ImageInputs
 
 NOT_SAMPLED = -1
 """Policy version of a token that the policy did not write."""
@@ -26,6 +28,7 @@ class Trajectory:
     log_probs:       of sampled tokens at the time of sampling; 0 for context.
     policy_versions: of the weights that sampled each token; NOT_SAMPLED for context.
     routes:          the experts of its tokens from the first on, as in `Completion`; None if none are known.
+    images:          those whose placeholders are among its tokens.
     """
 
     prompt_ids: list[int]
@@ -34,6 +37,7 @@ class Trajectory:
     log_probs: list[float] = field(default_factory=list)
     policy_versions: list[int] = field(default_factory=list)
     routes: np.ndarray | None = None
+    images: ImageInputs | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -57,9 +61,20 @@ class Trajectory:
         self.policy_versions += completion.policy_versions
         self.routes = first_routes(self.routes, completion.routes)
 
-    def add_context(self, ids: Sequence[int]) -> None:
-        """Append tokens that are no training target."""
+    def add_context(self, ids: Sequence[int], images: ImageInputs | None = None) -> None:
+        """Append tokens that are no training target. images: those whose placeholders are among them."""
+        self.images = images if self.images is None else self.images.then(images)
         self.response_ids += ids
         self.response_mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
         self.policy_versions += [NOT_SAMPLED] * len(ids)
+
+    def to_state(self) -> dict[str, Any]:
+        """As plain data."""
+        state = {part.name: getattr(self, part.name) for part in fields(self)}
+        return state | {"images": None if self.images is None else self.images.to_state()}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> "Trajectory":
+        images = state.get("images")
+        return cls(**state | {"images": None if images is None else ImageInputs(**images)})

@@ -239,12 +239,26 @@ class AgentConfig:
 
 
 @dataclass(frozen=True)
+class HistoryDraftsConfig:
+    """embedded: speculative decoding with drafts from earlier answers to the same prompt (docs/speculation.md)."""
+
+    enable: bool = False
+    """Draft from the answers seen for a prompt, of this step and of earlier epochs, if measured times say that it pays. The sampled
+    tokens are the same as without it."""
+    max_draft_tokens: PositiveInt = 16
+    """Most draft tokens of a sequence per decode step."""
+    max_memory_mb: PositiveInt = 256
+    """Host memory for the answers of a worker, in MiB; those of the prompts that were used least recently are dropped first. They
+    are saved with checkpoints."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     name: str = "embedded"
     """Rollout engine: embedded (decodes with the trainer's weights), hf (transformers' generate), vllm (holds a copy), or server,
     sglang and tgi (running servers, see `server`)."""
     mode: Literal["sync", "async"] = "sync"
-    """async generates the samples of a step as independent requests and scores each prompt's samples while others still generate,
+    """async generates the samples of a step as independent requests and scores each one while others still generate,
     for slow rewards; sync generates all, then scores all. Both give the same batch. Default async with trainer.async_mode or
     over_sample_rate."""
     over_sample_rate: Annotated[float, Bound(lambda x: 0 <= x < 1, "must be at least 0 and below 1")] = 0.0
@@ -305,7 +319,12 @@ class RolloutConfig:
     """vllm: how it loads the model when it starts. dummy loads nothing, because the actor's weights are sent before the first
     rollout; auto reads the model's folder."""
     quantization: str | None = None
-    """vllm: quantise the weights when they are loaded, such as fp8."""
+    """embedded: fp8 decodes with the decoder layers' weights in 8 bits, quantised from the trainer's at each rollout
+    (docs/quantization.md); `algorithm.rollout_correction.rollout_is` is token by default then. vllm: quantise the weights when they
+    are loaded, such as fp8."""
+    quantization_max_gap: PositiveFloat = 0.2
+    """embedded with `quantization`: largest mean difference of a step between the log-probs of rollout and trainer that
+    `trainer.audit.rollout_gap` allows."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of an engine, by its name: engine_kwargs.vllm overrides arguments of `vllm.LLM`."""
     enable_rollout_routing_replay: bool = False
@@ -313,6 +332,9 @@ class RolloutConfig:
     default; without R3 the difference to the trainer's is only reported (docs/moe.md)."""
     calculate_log_probs: bool = True
     """Return the log-prob of each sampled token (batch key `rollout_log_probs`)."""
+    exact: bool = False
+    """embedded: the log-prob of every sampled token is the trainer's, bit for bit, whatever else is in the batch (docs/exact.md).
+    Then old log-probs are the rollout's, and the audit of their gap allows none."""
     log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences per forward of the old-log-prob pass; see `actor.ppo_micro_batch_size_per_gpu`."""
     log_prob_use_dynamic_bsz: bool | None = II(f"{_ACTOR}.use_dynamic_bsz")
@@ -324,6 +346,13 @@ class RolloutConfig:
     server: ServerConfig = field(default_factory=ServerConfig)
     multi_turn: MultiTurnConfig = field(default_factory=MultiTurnConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
+    history_drafts: HistoryDraftsConfig = field(default_factory=HistoryDraftsConfig)
+
+
+def max_expected_gap(rollout: RolloutConfig) -> float | None:
+    """The gap to the trainer's log-probs that is allowed to an engine that quantises the trainer's weights; None of others."""
+    quantizes = rollout.quantization is not None and ROLLOUT_ENGINES.info(rollout.name).quantizes
+    return rollout.quantization_max_gap if quantizes else None
 
 
 def has_cut_log_probs(rollout: RolloutConfig) -> bool:

@@ -265,8 +265,25 @@ def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
         if info.is_remote:
             message = f"{NOT_SUPPORTED}: servers are started with their own parallelism; set 1"
         yield Problem(f"{section}.tensor_model_parallel_size", tp, message, also=(f"{section}.name",))
+    yield from _quantization(values, section)
     if info.is_remote:
         yield from servers(values, section, info.server_kind)
+
+
+def _quantization(values: Values, section: str) -> Iterator[Problem]:
+    key, name, ranks = f"{section}.quantization", f"{section}.name", f"{section}.tensor_model_parallel_size"
+    form, info = values[key], ROLLOUT_ENGINES.info(values[name])
+    if form is None:
+        return
+    if "quantization" in info.unread:
+        message = f"{NOT_SUPPORTED} by {name}={values[name]}; set null, or {name}=embedded or vllm"
+        yield Problem(key, form, message, also=(name,))
+    elif info.quantizes and form not in info.quantizes:
+        message = f"{name}={values[name]} quantises to {' or '.join(info.quantizes)}; set that or null"
+        yield Problem(key, form, message, also=(name,))
+    elif info.quantizes and values[ranks] > 1:
+        message = f"{NOT_SUPPORTED} if several ranks hold the rollout model together; set null, or {ranks}=1"
+        yield Problem(key, form, message, also=(ranks,))
 
 
 def sampling(values: Values, *sections: str) -> Iterator[Problem]:
@@ -311,3 +328,21 @@ def run_warnings(values: Values) -> Iterator[str]:
         yield f"trainer.hdfs_wait_s={wait_s:g} has no effect: set trainer.default_hdfs_dir"
     if values["trainer.test_freq"] > 0 and not values["data.val_files"]:
         yield f"trainer.test_freq={values['trainer.test_freq']} without data.val_files: there is no validation data"
+
+
+def history_drafts(values: Values, section: str) -> Iterator[Problem]:
+    """section: that of the rollout."""
+    key, name_key, ranks_key = (
+        f"{section}.{name}" for name in ("history_drafts.enable", "name", "tensor_model_parallel_size")
+    )
+    if not values[key]:
+        return
+    if not ROLLOUT_ENGINES.info(values[name_key]).drafts:
+        message = f"{name_key}={values[name_key]} has no drafts from history; set false, or {name_key}=embedded"
+        yield Problem(key, True, message, also=(name_key,))
+    elif values[ranks_key] > 1:
+        message = (
+            f"each rank measures its own step times, but the ranks of {ranks_key}={values[ranks_key]} must take the same steps; "
+            f"set false, or {ranks_key}=1"
+        )
+        yield Problem(key, True, message, also=(ranks_key,))

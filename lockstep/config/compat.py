@@ -51,6 +51,7 @@ ALIASES: dict[str, str] = {
     "ref": f"{_ARR}.ref",
     "model": f"{_ARR}.model",
     "multi_turn": f"{_ARR}.rollout.multi_turn",
+    f"{_ARR}.actor.freeze_vision_tower": f"{_ARR}.model.freeze_vision_tower",
     "profile_steps": "trainer.profile_steps",
     "global_profiler.steps": "trainer.profile_steps",
     f"{_ARR}.profiler": f"{_ARR}.actor.profiler",
@@ -182,7 +183,6 @@ UNSUPPORTED_KEYS: dict[str, Unsupported] = {
     f"{_ARR}.rollout.prometheus": Unsupported(
         "metrics go to trainer.logger; set prometheus.enable=false", switches=("enable",)
     ),
-    f"{_ARR}.actor.freeze_vision_tower": Unsupported("only text models are supported; remove it"),
     "global_profiler.global_tool_config.torch_memory.kw_args": Unsupported(
         "set context, stacks or trace_alloc_max_entries next to it", (None, {})
     ),
@@ -268,7 +268,6 @@ _NO_COMPILE = "torch.compile is not used"
 _FUSED = "log-probs are always computed without the full logits"
 _OTHER_ENGINE = "it tunes an engine with its own copy of the weights"
 _NO_SHM = "files are not copied to shared memory"
-_TEXT = "prompts are text only"
 _NPU = "training runs on cuda and cpu"
 _NO_BRIDGE = "weights are converted by names and layouts of our own"
 _FROM_PATH = "weights are loaded from the model's path, and checkpoints have one format for all engines"
@@ -301,10 +300,8 @@ NO_EFFECT: dict[str, str] = {
     "reward_model.model.use_fused_kernels": _FUSED,
     "data.return_raw_input_ids": "the prompt's tokens are always kept",
     "data.return_full_prompt": "the prompt's messages are always kept",
-    "data.return_multi_modal_inputs": _TEXT,
-    "data.image_key": _TEXT,
-    "data.image_patch_size": _TEXT,
-    "data.video_key": _TEXT,
+    "data.return_multi_modal_inputs": "the processor's tensors of images are always kept",
+    "data.image_patch_size": "the model's processor has it",
     "data.use_shm": _NO_SHM,
     "trainer.npu_profile": _NPU,
     "global_profiler.global_tool_config.npu": _NPU,

@@ -9,6 +9,25 @@ Truncation = Literal["error", "left", "right", "middle"]
 
 
 @dataclass(frozen=True)
+class ImageDataConfig:
+    """Images of rows, for models that read images (docs/data.md)."""
+
+    image_key: str = "images"
+    """Column of a row's images, in the order of the `<image>` in its messages: a list of paths, bytes, `{"bytes": ...}` or data
+    URIs; optional."""
+    video_key: str = "videos"
+    """Column of a row's videos; rows that have some are refused."""
+    min_pixels: PositiveInt | None = None
+    """Smaller images are enlarged to this many pixels; null is the limit of the model's processor, if it has one (Qwen-VL)."""
+    max_pixels: PositiveInt | None = None
+    """Larger images are shrunk to this many pixels; null is the limit of the model's processor, if it has one (Qwen-VL)."""
+    allow_image_urls: bool = False
+    """Fetch images that are given as `http://` or `https://` URLs; otherwise they are an error."""
+    filter_bad_images: bool = False
+    """Drop rows with an image that cannot be used (missing, truncated, animated, too large, ...); else the first is an error."""
+
+
+@dataclass(frozen=True)
 class CustomClassConfig:
     path: str | None = None
     """The dataset class as `file.py:Class` or `pkg.module:Class`, or the file (or `pkg://module`) and `name`; null is the
@@ -27,7 +46,7 @@ class SamplerConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(ImageDataConfig):
     train_files: list[str] = field(default_factory=list)
     """Training prompts: a parquet, jsonl or json file, a folder of them, a dataset of the Hub
     (`org/name[@revision][:config][:split]`), a URL, or a list of these (docs/models_and_data_by_name.md); or `reasoning_gym:TASK`,
@@ -86,7 +105,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
-class SequenceDataConfig:
+class SequenceDataConfig(ImageDataConfig):
     """How rows become token sequences, in supervised and preference training."""
 
     max_length: PositiveInt = 1024

@@ -8,7 +8,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.batch_sizes import BATCH, MINI, mini_batch_size
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
 from lockstep.config.generation import GenerationConfig
@@ -95,13 +97,16 @@ def derived_defaults(
     single = values.get("trainer.async_mode") is not None or values.get(f"{_ROLLOUT}.over_sample_rate")
     if single and f"{_ROLLOUT}.mode" not in values:
         derived[f"{_ROLLOUT}.mode"] = "async"  # both need single requests
-    stale = values.get("trainer.async_mode") is not None and values.get("trainer.max_staleness", 1) != 0
-    if stale and not any(f"{_CORRECTION}.{name}" in values for name in ("rollout_is", "bypass_mode")):
+    drift = _expected_drift(values)
+    is_training = f"{_CORRECTION}.rollout_is" in keys(cls)
+    if drift and is_training and not any(f"{_CORRECTION}.{name}" in values for name in ("rollout_is", "bypass_mode")):
         derived[f"{_CORRECTION}.rollout_is"] = "token"
         notices.append(
-            "trainer.async_mode trains on samples of earlier policies, so their tokens are weighted by truncated importance ratios "
-            f"({_CORRECTION}.rollout_is=token); set that key to null to train without"
+            f"{drift}, so their tokens are weighted by truncated importance ratios ({_CORRECTION}.rollout_is=token); set that key "
+            "to null to train without"
         )
+    if values.get(f"{_ROLLOUT}.exact") and not drift and f"{_CORRECTION}.bypass_mode" not in values:
+        derived[f"{_CORRECTION}.bypass_mode"] = True  # the pass would compute the same numbers
     low, high = values.get(_CLIP_LOW), values.get(_CLIP_HIGH)
     loss = BUILT_IN_LOSSES.get(values.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla"), LossNeeds())
     if loss.clips_around_1 and isinstance(low, float) and isinstance(high, float) and 0.5 <= low < 1 < high < 2:
@@ -116,6 +121,16 @@ def derived_defaults(
         given = " and ".join(f"{name}={value}" for name, value in lengths.items())
         notices.append(f"{given}, as in the run of {values['model.path']}")
     return derived | _names(cls, values), notices
+
+
+def _expected_drift(values: Mapping[str, Any]) -> str | None:
+    """What makes samples differ from the trainer's policy, if something does."""
+    if values.get("trainer.async_mode") is not None and values.get("trainer.max_staleness", 1) != 0:
+        return "trainer.async_mode trains on samples of earlier policies"
+    form, engine = values.get(f"{_ROLLOUT}.quantization"), values.get(f"{_ROLLOUT}.name", RolloutConfig.name)
+    if form is not None and not values.get(f"{_ROLLOUT}.exact") and form in ROLLOUT_ENGINES.info(engine).quantizes:
+        return f"{_ROLLOUT}.quantization={form} samples from a policy that is not quite the trainer's"
+    return None
 
 
 def _lengths_of_run(values: Mapping[str, Any]) -> dict[str, int]:

@@ -22,7 +22,7 @@ class RolloutEngineInfo:
     shares_weights:  in the actor's process it decodes with the trainer's tensors (`bind`). Otherwise it holds a copy (`load`),
                      which every update replaces.
     takes_adapters:  updates are the trained parameters alone, such as LoRA adapters on the base that was loaded; otherwise all
-                     weights, with adapters merged.
+                     weights, with adapters merged, by the names of safetensors files.
     tensor_parallel: `tensor_model_parallel_size` ranks can share a copy.
     if_too_large:    the engine to suggest for a model that has to be divided over several GPUs.
     is_remote:       running servers generate (`rollout.server`), whose memory and time are not part of the run.
@@ -30,6 +30,9 @@ class RolloutEngineInfo:
     cuts_log_probs:  see `CutLogProbs`; of servers `SERVER_KINDS` tells, if the config names their kind.
     fills_memory:    the KV cache takes all that `gpu_memory_utilization` leaves after the weights, even if sequences need less.
     records_routes:  returns the experts that computed each token (`enable_rollout_routing_replay`).
+    drafts:          can draft tokens from earlier answers (`history_drafts`).
+    keeps_state:     keeps something between steps that a checkpoint has to contain (`RolloutEngine.saved_state`).
+    quantizes:       values of `quantization` for which it quantises the trainer's weights itself, at each rollout.
     package:         the package that it imports. if_missing: what to do if that is not installed.
     unread:          keys of `rollout`, and sections with a final dot, that it does not read.
     """
@@ -44,6 +47,9 @@ class RolloutEngineInfo:
     cuts_log_probs: CutLogProbs = "never"
     fills_memory: bool = False
     records_routes: bool = False
+    drafts: bool = False
+    keeps_state: bool = False
+    quantizes: tuple[str, ...] = ()
     package: str | None = None
     if_missing: str = ""
     unread: tuple[str, ...] = ()
@@ -72,8 +78,7 @@ class TrainEngineInfo:
     if_missing: str = ""
 
 
-_ONLY_VLLM = ("quantization", "engine_kwargs", "disable_log_stats")
-_IN_PROCESS = ("dtype", "load_format", *_ONLY_VLLM, "server.")
+_IN_PROCESS = ("dtype", "load_format", "engine_kwargs", "disable_log_stats", "server.")
 _SCHEDULING = (
     *("max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill"),
     "enforce_eager",
@@ -89,6 +94,9 @@ _ROLLOUT = {
         takes_adapters=True,
         tensor_parallel=True,
         records_routes=True,
+        drafts=True,
+        keeps_state=True,
+        quantizes=("fp8",),
         if_too_large="vllm",
         unread=_IN_PROCESS,
     ),
@@ -96,7 +104,7 @@ _ROLLOUT = {
         "lockstep.engines.rollout.hf:HFEngine",
         shares_weights=True,
         takes_adapters=True,
-        unread=(*_SCHEDULING, *_IN_PROCESS),
+        unread=(*_SCHEDULING, "quantization", *_IN_PROCESS),
     ),
     "vllm": RolloutEngineInfo(
         "lockstep.engines.rollout.vllm:VllmEngine",

@@ -16,6 +16,7 @@ RESERVED = {
     *("score", "reward_failed", "uid", "finish_reason", "index", "data_source", "reward_model", "extra_info"),
     *("raw_prompt", "raw_prompt_ids", "agent_name", "tools_kwargs", "interaction_kwargs", "__num_turns__", "messages"),
     *("tool_rewards", "turn_scores", "turn_rewards", "reward_scores", "earlier_trajectories", "is_padding"),
+    "multi_modal_inputs",
 }
 """Names of columns that a part's value would replace."""
 

@@ -1,6 +1,6 @@
 """The configuration of generation (`lockstep generate`), and the same as the configuration of a validation."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from lockstep.config.actor_rollout_ref import (
@@ -11,7 +11,7 @@ from lockstep.config.actor_rollout_ref import (
     SamplingConfig,
 )
 from lockstep.config.bounds import CountOrAll, NonNegativeInt, PositiveFraction, PositiveInt
-from lockstep.config.data import DataConfig, Truncation
+from lockstep.config.data import DataConfig, ImageDataConfig, Truncation
 from lockstep.config.environment import RootConfig
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig
 from lockstep.config.ppo import PPOConfig
@@ -31,7 +31,7 @@ class GenerationTrainerConfig:
 
 
 @dataclass(frozen=True)
-class GenerationDataConfig:
+class GenerationDataConfig(ImageDataConfig):
     path: list[str] = field(default_factory=list)
     """Prompts: a parquet, jsonl or json file, a folder of them, a dataset of the Hub (`org/name[@revision][:config][:split]`), a
     URL, or a list of these (docs/models_and_data_by_name.md)."""
@@ -136,6 +136,7 @@ def as_validation(config: GenerationConfig) -> PPOConfig:
             filter_overlong_prompts=data.filter_overlong_prompts,
             truncation=data.truncation,
             apply_chat_template_kwargs=data.apply_chat_template_kwargs,
+            **{image.name: getattr(data, image.name) for image in fields(ImageDataConfig)},
         ),
         actor_rollout_ref=policy,
         trainer=TrainerConfig(

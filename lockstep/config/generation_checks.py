@@ -33,6 +33,7 @@ def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]
         checks.rollout_engine(values, "rollout"),
         _tensor_parallel(values),
         _generating_workers(values),
+        checks.history_drafts(values, "rollout"),
         checks.sampling(values, "rollout"),
         _output(values, "data.output_path", ".parquet", ".jsonl", required=True),
         _max_model_len(values),

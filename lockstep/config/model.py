@@ -44,11 +44,15 @@ class HFModelConfig:
     """LoRA's scale is lora_alpha / lora_rank."""
     target_modules: str | list[str] = "all-linear"
     """Linear layers with an adapter: a list of names such as [q_proj,v_proj], a regular expression of whole paths, or all-linear
-    for all but the vocabulary head."""
+    for all but the vocabulary head. Names and all-linear mean the language model; only a regular expression reaches a vision
+    tower."""
     exclude_modules: str | list[str] | None = None
     """Layers without an adapter though `target_modules` selects them: a list of names or a regular expression."""
     load_in_4bit: bool = False
     """With `lora_rank`: hold the frozen linear layers in 4 bits (QLoRA: NF4 with double quantisation, by bitsandbytes)."""
+    freeze_vision_tower: bool = False
+    """Do not train the tower of a vision-language model. A projector outside of the tower (LLaVA, InternVL, SmolVLM, Gemma) is
+    trained; the merger of Qwen's models is part of their tower."""
     lora_adapter_path: str | None = None
     """Folder of a peft adapter to continue from; its rank must be `lora_rank`, its alpha and layers are taken over."""
 

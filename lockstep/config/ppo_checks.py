@@ -51,9 +51,11 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         checks.watchdog(values, RL_PHASES),
         () if config.trainer.val_only else chain(_algorithm(values, inputs), _batches(values, models)),
         () if config.trainer.val_only else setting_problems(config),
-        _lengths(config, values),
+        _lengths(config, values, models),
         checks.rollout_engine(values, _ROLLOUT),
         _routers(values),
+        checks.history_drafts(values, _ROLLOUT),
+        _exact(values),
         checks.sampling(values, _ROLLOUT, f"{_ROLLOUT}.val_kwargs"),
         _pool_keys(values),
     )
@@ -141,6 +143,11 @@ def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
         if values[name] and not values[f"{_ROLLOUT}.calculate_log_probs"]:
             message = f"needs the rollout's log-probs; set {_ROLLOUT}.calculate_log_probs=true"
             yield Problem(name, values[name], message, also=(f"{_ROLLOUT}.calculate_log_probs",))
+    quantizes = values[f"{_ROLLOUT}.quantization"] and ROLLOUT_ENGINES.info(values[f"{_ROLLOUT}.name"]).quantizes
+    if quantizes and not values[f"{_ROLLOUT}.calculate_log_probs"]:
+        message = f"its drift is measured by the rollout's log-probs; set {_ROLLOUT}.calculate_log_probs=true"
+        key = f"{_ROLLOUT}.quantization"
+        yield Problem(key, values[key], message, also=(f"{_ROLLOUT}.calculate_log_probs",))
     if values["data.gen_batch_size"] is not None and not values["algorithm.filter_groups.enable"]:
         message = "is used only with algorithm.filter_groups.enable=true; set data.train_batch_size instead"
         yield Problem("data.gen_batch_size", values["data.gen_batch_size"], message)
@@ -202,10 +209,13 @@ _POOL_SIZE_KEYS = (
 """Parts of keys: a problem with one of them leaves the pool sizes unknown."""
 
 
-def _lengths(config: PPOConfig, values: Values) -> Iterator[Problem]:
+def _lengths(config: PPOConfig, values: Values, models: Collection[str]) -> Iterator[Problem]:
     lengths = ("data.max_prompt_length", "data.max_response_length")
     longest = sum(values[name] for name in lengths)
+    unused = {"critic", "rm"} - set(models)
     for switch, _, name, role in micro_batches.RL.values():
+        if role in unused:
+            continue
         ranks = ranks_per_sequence(sections_of(role).config(config))
         if values[switch] and 0 < values[name] * ranks < longest:
             message = f"a sequence can have {longest} tokens (data.max_prompt_length + data.max_response_length)"
@@ -249,6 +259,37 @@ def _routers(values: Values) -> Iterator[Problem]:
     for key, off in ((mode_key, "disabled"), (record_key, False), (loss_key, 0)):
         if values[key] != off:
             yield Problem(key, values[key], f"{advice}, or {str(off).lower()}", also=(strategy_key,))
+
+
+def _exact(values: Values) -> Iterator[Problem]:
+    key = f"{_ROLLOUT}.exact"
+    if not values[key]:
+        return
+    needs: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+        (f"{_ROLLOUT}.name", ("embedded",), "only the embedded engine computes with the trainer's own layers"),
+        (f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), "other engines have layers of their own"),
+        (f"{_ROLLOUT}.tensor_model_parallel_size", (1,), "sums over ranks have another order"),
+        (f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), "attention split over ranks is not exact"),
+        (f"{_ROLLOUT}.calculate_log_probs", (True,), "it is about the rollout's log-probs"),
+        (f"{_ROLLOUT}.enable_rollout_routing_replay", (False,), "models with experts are not exact"),
+    )
+    for other, allowed, why in needs:
+        if values[other] not in allowed:
+            wanted = str(allowed[0]).lower() if isinstance(allowed[0], bool) else allowed[0]
+            yield Problem(key, True, f"{why}; set {other}={wanted}, or {key}=false", also=(other,))
+    form = f"{_ROLLOUT}.quantization"
+    if values[form] is not None:
+        message = f"the trainer does not compute in 8 bits; set {form}=null, or {key}=false"
+        yield Problem(key, True, message, also=(form,))
+    for name in ("rollout_is", "rollout_rs"):
+        correction = f"algorithm.rollout_correction.{name}"
+        if values[correction] is not None and not _is_stale(values):
+            message = f"there is no gap to correct; remove {correction}, or set {key}=false"
+            yield Problem(key, True, message, also=(correction,))
+
+
+def _is_stale(values: Values) -> bool:
+    return values["trainer.async_mode"] is not None and values["trainer.max_staleness"] > 0
 
 
 def _pool_keys(values: Values) -> Iterator[Problem]:

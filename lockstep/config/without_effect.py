@@ -139,6 +139,9 @@ def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     info = ROLLOUT_ENGINES.info(name)
     reason = "the servers have their own settings" if info.is_remote else f"{_ROLLOUT}.name is {name}"
     yield True, reason, tuple(f"{_ROLLOUT}.{key}" for key in info.unread)
+    max_gap = (f"{_ROLLOUT}.quantization_max_gap",)
+    yield not info.quantizes, reason, max_gap
+    yield values[f"{_ROLLOUT}.quantization"] is None, f"{_ROLLOUT}.quantization is null", max_gap
 
 
 def _algorithm(values: Values) -> Iterator[Reason]:
@@ -157,6 +160,7 @@ def _algorithm(values: Values) -> Iterator[Reason]:
         f"{_ACTOR}.use_kl_loss": (f"{_ACTOR}.kl_loss_coef", f"{_ACTOR}.kl_loss_type"),
         "algorithm.use_pf_ppo": ("algorithm.pf_ppo.",),
         "algorithm.filter_groups.enable": ("algorithm.filter_groups.",),
+        f"{_ROLLOUT}.history_drafts.enable": (f"{_ROLLOUT}.history_drafts.",),
         f"{_ACTOR}.shuffle": (f"{_ACTOR}.data_loader_seed",),
         "critic.shuffle": ("critic.data_loader_seed",),
     }.items():

@@ -24,11 +24,12 @@ def create_rl_dataset(
     config: DataConfig,
     max_samples: int = -1,
     use: Use = "train",
+    processor: Any = None,
 ) -> Dataset[dict[str, Any]]:
     """Build `RLHFDataset`, or the class named by `data.custom_cls`, with the same arguments.
 
     A custom class that does not derive from `RLHFDataset` gets `data_files` as they are. use: selects the split of folders and
-    of datasets on the Hub.
+    of datasets on the Hub. processor: of a model that reads images; without one, classes do not get the argument.
     """
     custom = config.custom_cls
     if custom.path is None and any(map(is_generated, _as_list(data_files))):
@@ -38,7 +39,8 @@ def create_rl_dataset(
         cls = load_plugin("data.custom_cls.path", custom.path, custom.name, base=Dataset)
     if issubclass(cls, RLHFDataset):
         data_files = [str(file) for file in local_data_files(data_files, use, f"data.{use}_files")]
-    dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples)
+    given = {} if processor is None else {"processor": processor}
+    dataset = cls(data_files=data_files, tokenizer=tokenizer, config=config, max_samples=max_samples, **given)
     if not hasattr(dataset, "fingerprint"):
         paths = [Path(file).expanduser() for file in _as_list(data_files)]
         if all(path.is_file() for path in paths):

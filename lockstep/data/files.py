@@ -11,13 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from lockstep.config.data import ImageDataConfig
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.files import sha256_all
 
 logger = logging.getLogger(__name__)
 
 READ_ROWS = 1024
-MEDIA_COLUMNS = ("images", "videos", "audios")
+AUDIO_COLUMN = "audios"
 
 
 @dataclass(frozen=True)
@@ -85,28 +86,48 @@ def drop_none(struct: dict[str, Any] | None, keep: str | None = None) -> dict[st
     return {name: value for name, value in (struct or {}).items() if value is not None or name == keep}
 
 
-def refuse_media(files: Sequence[Path], key: str) -> None:
-    """ValueError if a row has images, videos or sounds; other columns are not read. key: the config key of the files."""
+def media_columns(config: ImageDataConfig) -> tuple[str, ...]:
+    return config.image_key, config.video_key, AUDIO_COLUMN
+
+
+def refuse_media(files: Sequence[Path], key: str, config: ImageDataConfig, *, with_images: bool) -> None:
+    """ValueError if a row has media that the model does not read; other columns are not read.
+
+    key: the config key of the files. with_images: the model reads images.
+    """
+    refused = media_columns(config)[1:] if with_images else media_columns(config)
     for file in files:
-        for number, columns in enumerate(_iter_media(file)):
-            for name in MEDIA_COLUMNS:
+        for number, columns in enumerate(_iter_media(file, refused)):
+            for name in refused:
                 if columns.get(name):
-                    raise ValueError(f"{key}: {FileRow(str(file), number, columns).location} {media_problem(name)}")
+                    problem = media_problem(name, config.image_key, with_images=with_images)
+                    raise ValueError(f"{key}: {FileRow(str(file), number, columns).location} {problem}")
 
 
-def media_problem(column: str) -> str:
-    return f"has {column!r}: only text is supported; remove the column"
+def refuse_media_of(row: FileRow, config: ImageDataConfig, *, with_images: bool) -> None:
+    """ValueError if a row has media that the model does not read."""
+    for name in media_columns(config):
+        if row.columns.get(name) and not (with_images and name == config.image_key):
+            raise ValueError(f"{row.location} {media_problem(name, config.image_key, with_images=with_images)}")
 
 
-def _iter_media(file: Path) -> Iterator[dict[str, Any]]:
+def media_problem(column: str, image_key: str, *, with_images: bool) -> str:
+    """What is wrong with a row that has the column. with_images: the model reads images."""
+    if column == image_key:
+        return f"has {column!r}, but the model reads no images; give a vision-language model, or remove the column"
+    supported = "text and images are" if with_images else "only text is"
+    return f"has {column!r}: {supported} supported; remove the column"
+
+
+def _iter_media(file: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     """The media columns of the rows, as far as the file may have some; files that cannot be read are reported elsewhere."""
     try:
         if file.suffix == ".parquet":
             reader = pq.ParquetFile(file)
-            present = [name for name in MEDIA_COLUMNS if name in reader.schema_arrow.names]
+            present = [name for name in names if name in reader.schema_arrow.names]
             for batch in reader.iter_batches(batch_size=16, columns=present) if present else ():
                 yield from batch.to_pylist()
-        elif any(f'"{name}"'.encode() in file.read_bytes() for name in MEDIA_COLUMNS):
+        elif any(f'"{name}"'.encode() in file.read_bytes() for name in names):
             yield from _iter_json(file)
     except (pa.ArrowInvalid, ValueError, OSError):
         return

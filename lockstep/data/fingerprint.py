@@ -1,12 +1,13 @@
 """What a dataset contains, as digests: a resumed run must train on the rows that it was started with.
 
-A dataset with files is described by the SHA-256 of each. Another one is described by its own `fingerprint` attribute (a string, or
-a dict of name -> string) or else by a sample of its rows.
+A dataset with files is described by the SHA-256 of each and of the pixels of its images. Another one is described by its own
+`fingerprint` attribute (a string, or a dict of name -> string) or else by a sample of its rows.
 """
 
 import hashlib
 import json
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,14 @@ def content_of(dataset: Any) -> dict[str, str]:
         name,
     )
     return {}
+
+
+def image_content(digests: Mapping[int, Sequence[bytes]]) -> dict[str, str]:
+    """Of all images, by row: files that rows name may change while the rows stay the same. Empty if there are none."""
+    if not digests:
+        return {}
+    found = hashlib.sha256(b"".join(digest for _, row in sorted(digests.items()) for digest in row))
+    return {"images": found.hexdigest()}
 
 
 def changes(saved: dict[str, str], now: dict[str, str]) -> list[str]:

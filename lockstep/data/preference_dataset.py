@@ -16,8 +16,10 @@ from torch.utils.data import Dataset
 
 from lockstep.config.preference import PreferenceDataConfig, RMDataConfig
 from lockstep.data.files import FileRow
+from lockstep.data.image_prompts import num_images
 from lockstep.data.rows import parse_dialogue
 from lockstep.data.sft_dataset import Piece, SupervisedRows, create_dataset, plain_message
+from lockstep.protocol.images import IMAGES
 from lockstep.utils.dataset_files import Use
 
 if TYPE_CHECKING:
@@ -38,6 +40,7 @@ class PreferenceDataset(SupervisedRows):
         parquet_files: str | Path | list[str],
         tokenizer: "PreTrainedTokenizerBase",
         config: PreferenceDataConfig | RMDataConfig,
+        processor: Any = None,
         max_samples: int = -1,
     ) -> None:
         if tokenizer.eos_token is None:
@@ -45,7 +48,7 @@ class PreferenceDataset(SupervisedRows):
         self.keys = {"chosen": config.chosen_key, "rejected": config.rejected_key}
         self.margin_key = config.margin_key if isinstance(config, RMDataConfig) else None
         self.margins: list[float] = []
-        super().__init__(parquet_files, tokenizer, config, max_samples=max_samples)
+        super().__init__(parquet_files, tokenizer, config, processor, max_samples)
         for row, (_, mask), kept in zip(self.rows, self._tokens, self._positions):
             if not mask[kept].any():
                 raise ValueError(
@@ -58,6 +61,9 @@ class PreferenceDataset(SupervisedRows):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         sample: dict[str, Any] = {"chosen": self.sequence(2 * item), "rejected": self.sequence(2 * item + 1)}
+        if self.images is not None:
+            inputs = self.image_inputs(2 * item)  # of both
+            sample = {side: tokens | {IMAGES: inputs} for side, tokens in sample.items()}
         if self.margins:
             sample["margin"] = torch.tensor(self.margins[item])
         return sample
@@ -79,6 +85,8 @@ class PreferenceDataset(SupervisedRows):
                 self.margins.append(self._margin(row, self.margin_key))
             for side, answer in answers.items():
                 columns = {"prompt": prompt, "answer": answer, "side": side}
+                if self.config.image_key in row.columns:
+                    columns[self.config.image_key] = row.columns[self.config.image_key]
                 found.append(FileRow(row.file, row.number, columns))
         if invalid:
             logger.warning("%d of %d pairs are left out; the first: %s", len(invalid), len(rows), invalid[0])
@@ -86,9 +94,19 @@ class PreferenceDataset(SupervisedRows):
             raise ValueError(f"{', '.join(map(str, self.data_files))}: no pair is left (data.drop_invalid_pairs)")
         return found
 
+    def keep(self, numbers: list[int]) -> None:
+        super().keep(numbers)
+        self.margins = [self.margins[i // 2] for i in numbers[::2]] if self.margins else []
+
+    def conversation(self, row: FileRow) -> list[Message]:
+        return self.placed(row, row.columns["prompt"])
+
     def pieces(self, row: FileRow) -> list[Piece]:
-        prompt = self.render(row, row.columns["prompt"], generate=True)
-        return [(prompt, False), (f"{row.columns['answer']}{self.tokenizer.eos_token}", True)]
+        prompt = self.conversation(row)
+        return [
+            Piece(self.render(row, prompt, generate=True), False, num_images(prompt)),
+            Piece(f"{row.columns['answer']}{self.tokenizer.eos_token}", True),
+        ]
 
     def _pair(self, row: FileRow) -> tuple[list[Message], dict[str, str]]:
         """The prompt's messages, and the answer of each side."""
@@ -179,6 +197,7 @@ def create_preference_dataset(
     config: PreferenceDataConfig,
     max_samples: int = -1,
     use: Use = "train",
+    processor: Any = None,
 ) -> Dataset[dict[str, Any]]:
     """See `create_dataset`."""
-    return create_dataset(lambda _: PreferenceDataset, data_files, tokenizer, config, max_samples, use)
+    return create_dataset(lambda _: PreferenceDataset, data_files, tokenizer, config, max_samples, use, processor)

@@ -20,7 +20,9 @@ from jinja2 import TemplateError
 from torch.utils.data import Dataset
 
 from lockstep.config.data import DataConfig
-from lockstep.data.files import MEDIA_COLUMNS, FileRow, drop_none, file_digests, media_problem, read_rows
+from lockstep.data.files import FileRow, drop_none, file_digests, media_columns, read_rows, refuse_media_of
+from lockstep.data.fingerprint import image_content
+from lockstep.data.image_prompts import RowImages, num_images, usable, with_data_uris
 from lockstep.data.rows import rows_by_source, to_schema
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import truncate_ids
@@ -44,6 +46,9 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     All rows are checked on construction, so that a bad row stops the run before it starts.
 
+    processor: of a model that reads images (transformers' AutoProcessor); its tokenizer is `tokenizer`. Rows may then have images,
+    and each sample has `multi_modal_inputs`: its `ImageInputs`, or None. They are prepared when a row is read.
+
     A script may pass `config` as a mapping with some of the keys. Then, as in verl, overlong prompts are dropped unless
     `filter_overlong_prompts: false`.
     """
@@ -59,8 +64,6 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         self.tools_of: ToolsOf | None = None
         if not isinstance(config, DataConfig):
             config = from_mapping(DataConfig, config, filter_overlong_prompts=True, shuffle=False)
-        if processor is not None:
-            raise ValueError("prompts with images or videos are not supported: RLHFDataset takes no processor")
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "the tokenizer has no chat template; set actor_rollout_ref.model.custom_chat_template "
@@ -68,13 +71,17 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             )
         self.tokenizer = tokenizer
         self.config = config
+        self.images = RowImages(processor, config) if processor is not None else None
         # The position before filtering is the row's index if its extra_info has none.
         self.rows = [
             (position, complete_row(row, position, config))
             for position, row in enumerate(self._read(data_files, max_samples))
         ]
         self._check([row for _, row in self.rows])
+        if self.images is not None:
+            self.rows = [(position, self._with_image_parts(row)) for position, row in self.rows]
         self._encoded: dict[int, np.ndarray] = {}  # token ids by position, of prompts that were measured
+        self._digests: dict[int, tuple[bytes, ...]] = {}  # of images, by position
         self._limit_lengths()
 
     def _read(self, data_files: str | Path | Sequence[str | Path], max_samples: int) -> list[FileRow]:
@@ -89,6 +96,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     def _limit_lengths(self) -> None:
         config = self.config
+        if self.images is not None:
+            self._prepare_images()
         if config.filter_overlong_prompts:
             self.rows = self._without_overlong(self.rows)
         elif config.truncation == "error":
@@ -97,7 +106,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
     def _check(self, rows: Sequence[FileRow]) -> None:
         """Reject rows that cannot be used."""
         for row in rows:
-            check_row(row, self.config)
+            check_row(row, self.config, with_images=self.images is not None)
         check_ground_truths(rows, self.config)
 
     def __len__(self) -> int:
@@ -110,13 +119,63 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     @property
     def fingerprint(self) -> dict[str, str]:
-        """The content of the files, so that a resumed run notices a change."""
-        return file_digests(self.data_files)
+        """The content of the files and of the images, so that a resumed run notices a change."""
+        return file_digests(self.data_files) | image_content(self._digests)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         position, row = self.rows[item]
+        if self.images is not None and self._num_images(row):
+            return self._image_sample(position, row, self.images)
         ids = self._encoded[position].tolist() if position in self._encoded else self._encode([row])[0]
-        return self._sample(position, row, ids)
+        sample = self._sample(position, row, ids)
+        return sample if self.images is None else sample | {"multi_modal_inputs": None}
+
+    def _image_sample(self, position: int, row: FileRow, images: RowImages) -> dict[str, Any]:
+        pictures = images.pictures(row, row.columns[self.config.prompt_key])
+        ids, inputs = images.encode(row, self._render(row), pictures)
+        sample = self._sample(position, row, ids) | {"multi_modal_inputs": inputs}
+        if "raw_prompt" in sample:
+            sample["raw_prompt"] = with_data_uris(sample["raw_prompt"], pictures)
+        return sample
+
+    def _num_images(self, row: FileRow) -> int:
+        return num_images(row.columns[self.config.prompt_key])
+
+    def _with_image_parts(self, row: FileRow) -> FileRow:
+        """The row with its images in its messages."""
+        assert self.images is not None
+        placed = self.images.place(row, row.columns[self.config.prompt_key])
+        others = {name: value for name, value in row.columns.items() if name != self.config.image_key}
+        return replace(row, columns=others | {self.config.prompt_key: placed})
+
+    def _prepare_images(self) -> None:
+        """Measure the prompts with images, all of which are read for that; rows with bad ones are an error, or are dropped."""
+        rows, config = [entry for entry in self.rows if self._num_images(entry[1])], self.config
+        bad: set[int] = set()
+        results = usable(self._measured, [row for _, row in rows], drop=config.filter_bad_images)
+        for (position, row), result in zip(rows, results):
+            if result is None:
+                bad.add(position)
+                continue
+            self._encoded[position], self._digests[position] = result
+            if not config.filter_overlong_prompts and config.truncation != "error":
+                self._truncated(row, self._encoded[position].tolist())
+        self.rows = [entry for entry in self.rows if entry[0] not in bad]
+        if bad and not self.rows:
+            raise ValueError("no row is left after data.filter_bad_images: all have images that cannot be used")
+
+    def _measured(self, row: FileRow) -> tuple[np.ndarray, tuple[bytes, ...]]:
+        """Token ids and digests of the images."""
+        assert self.images is not None
+        pictures = self.images.pictures(row, row.columns[self.config.prompt_key])
+        ids, inputs = self.images.encode(row, self._render(row), pictures)
+        return np.array(ids, dtype=np.int32), inputs.digests
+
+    def _truncated(self, row: FileRow, ids: list[int]) -> list[int]:
+        kept = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
+        if self.images is not None and len(kept) < len(ids):
+            self.images.check_cut(row, ids, kept, "data.max_prompt_length")
+        return kept
 
     def _sample(self, position: int, row: FileRow, ids: list[int]) -> dict[str, Any]:
         extra_info = row.columns.get("extra_info") or {}
@@ -125,7 +184,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         sample["extra_info"] = extra_info
         if self.config.return_raw_chat:
             sample["raw_prompt"] = self._messages(row)
-        sample["raw_prompt_ids"] = truncate_ids(ids, self.config.max_prompt_length, self.config.truncation)
+        sample["raw_prompt_ids"] = self._truncated(row, ids)
         sample["index"] = position if index is None else index
         return sample | agent_kwargs(row.columns)
 
@@ -133,28 +192,31 @@ class RLHFDataset(Dataset[dict[str, Any]]):
         return [drop_none(message, keep="content") for message in row.columns[self.config.prompt_key]]
 
     def _encode(self, rows: Sequence[FileRow]) -> list[list[int]]:
-        """Token ids of the prompts, including the generation prompt."""
-        texts = []
-        for row in rows:
-            try:
-                text = self.tokenizer.apply_chat_template(
-                    self._messages(row),
-                    tools=self.tools_of(row.columns) if self.tools_of is not None else None,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                    **self.config.apply_chat_template_kwargs,
-                )
-            except TemplateError as error:
-                raise ValueError(
-                    f"{row.location}: the chat template rejects this prompt ({error}); change the row, "
-                    "data.apply_chat_template_kwargs or actor_rollout_ref.model.custom_chat_template"
-                ) from error
-            texts.append(text)
-        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        """Token ids of prompts without images, including the generation prompt."""
+        return self.tokenizer([self._render(row) for row in rows], add_special_tokens=False)["input_ids"]
+
+    def _render(self, row: FileRow) -> str:
+        messages = self._messages(row)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages if self.images is None else self.images.encoder.templated(messages),
+                tools=self.tools_of(row.columns) if self.tools_of is not None else None,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self.config.apply_chat_template_kwargs,
+            )
+        except TemplateError as error:
+            raise ValueError(
+                f"{row.location}: the chat template rejects this prompt ({error}); change the row, "
+                "data.apply_chat_template_kwargs or actor_rollout_ref.model.custom_chat_template"
+            ) from error
+        assert isinstance(text, str)
+        return text
 
     def _lengths(self, rows: list[tuple[int, FileRow]]) -> list[int]:
-        for start in range(0, len(rows), ENCODE_ROWS):
-            part = rows[start : start + ENCODE_ROWS]
+        missing = [entry for entry in rows if entry[0] not in self._encoded]
+        for start in range(0, len(missing), ENCODE_ROWS):
+            part = missing[start : start + ENCODE_ROWS]
             for (position, _), ids in zip(part, self._encode([row for _, row in part])):
                 self._encoded[position] = np.array(ids, dtype=np.int32)
         return [len(self._encoded[position]) for position, _ in rows]
@@ -192,7 +254,7 @@ class PromptDataset(RLHFDataset):
 
     def _check(self, rows: Sequence[FileRow]) -> None:
         for row in rows:
-            check_prompt(row, self.config)
+            check_prompt(row, self.config, with_images=self.images is not None)
 
 
 def _length_range(lengths: list[int]) -> str:
@@ -201,10 +263,12 @@ def _length_range(lengths: list[int]) -> str:
 
 def complete_row(row: FileRow, position: int, config: DataConfig) -> FileRow:
     """The row with all columns that training reads; see `to_schema`."""
-    return replace(row, columns=to_schema(row.columns, position, config.prompt_key, config.reward_fn_key))
+    media = {name: row.columns[name] for name in media_columns(config) if name in row.columns}
+    others = {name: value for name, value in row.columns.items() if name not in media}
+    return replace(row, columns=to_schema(others, position, config.prompt_key, config.reward_fn_key) | media)
 
 
-def check_row(row: FileRow, config: DataConfig) -> None:
+def check_row(row: FileRow, config: DataConfig, *, with_images: bool = False) -> None:
     """Reject a row that lacks a column or whose prompt is not chat messages."""
     _require(row, config.prompt_key, _PROMPT_REMEDY)
     _require(row, config.reward_fn_key, "set data.reward_fn_key to the column that selects the scorer")
@@ -219,16 +283,14 @@ def check_row(row: FileRow, config: DataConfig) -> None:
             f"{row.location}: 'reward_model' has style 'rule' but no 'ground_truth'; add it, or set style 'model' if a "
             "reward model scores the answers"
         )
-    check_prompt(row, config)
+    check_prompt(row, config, with_images=with_images)
 
 
-def check_prompt(row: FileRow, config: DataConfig) -> None:
-    """Reject a row whose prompt is missing or not chat messages."""
+def check_prompt(row: FileRow, config: DataConfig, *, with_images: bool = False) -> None:
+    """Reject a row whose prompt is missing or not chat messages. with_images: the model reads images."""
     _require(row, config.prompt_key, _PROMPT_REMEDY)
-    for name in MEDIA_COLUMNS:
-        if row.columns.get(name):
-            raise ValueError(f"{row.location} {media_problem(name)}")
-    problem = _message_problem(row.columns[config.prompt_key])
+    refuse_media_of(row, config, with_images=with_images)
+    problem = _message_problem(row.columns[config.prompt_key], with_images)
     if problem:
         raise ValueError(
             f"{row.location}: {config.prompt_key!r} must be text or a list of messages "
@@ -283,7 +345,7 @@ def _scalar_kind(value: Any) -> str | None:
     return "text" if isinstance(value, str) else None
 
 
-def _message_problem(prompt: Any) -> str | None:
+def _message_problem(prompt: Any, with_parts: bool) -> str | None:
     if not isinstance(prompt, list):
         return f"it is of type {type(prompt).__name__}"
     if not prompt:
@@ -293,8 +355,11 @@ def _message_problem(prompt: Any) -> str | None:
             return f"message {number} is of type {type(message).__name__}"
         if not isinstance(message.get("role"), str):
             return f"message {number} has no role"
-        if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
-            return f"the content of message {number} is of type {type(message.get('content')).__name__}, not text"
+        content = message.get("content")
+        is_content = isinstance(content, str) or (with_parts and isinstance(content, list) and bool(content))
+        if not is_content and not message.get("tool_calls"):
+            hint = " (lists of parts are for models that read images)" if isinstance(content, list) else ""
+            return f"the content of message {number} is of type {type(content).__name__}, not text{hint}"
     return None
 
 

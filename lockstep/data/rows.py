@@ -10,7 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from PIL.Image import Image
+
 from lockstep.data.files import FileRow
+from lockstep.data.images import data_uri, read_image
+from lockstep.utils.data_uri import as_data_uri
 from lockstep.utils.files import atomic_writer
 
 ANSWER_COLUMNS = ("ground_truth", "answer", "solution")
@@ -105,6 +109,10 @@ def _rows(data: Any) -> Iterator[Mapping[str, Any]]:
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy and torch
         return value.tolist()
+    if isinstance(value, bytes):  # an image
+        return as_data_uri(value)
+    if isinstance(value, Image):
+        return data_uri(read_image(value))
     raise TypeError(f"a value of type {type(value).__name__} cannot be written to a file")
 
 

@@ -2,7 +2,8 @@
 
 create (model.py) ─► `lockstep sft` (warmup.py) ─► `lockstep ppo` (main_demo.py) ─► report (report.py)
                          tasks.py: sums of two two-digit numbers (task.py, reward.py), or
-                                   products by a calculator (products.py, products_reward.py)
+                                   products by a calculator (products.py, products_reward.py), or
+                                   pictures of shapes (shapes.py, shapes_reward.py, vision_model.py)
 """
 
 import argparse
@@ -14,7 +15,8 @@ Train a small language model from scratch with reinforcement learning on this ma
 
 A model of 0.13 million parameters first learns sums from examples that mostly forget the carry, so it answers in the
 right format but is often wrong. RL then rewards only correct answers. With --task tools it learns to call a calculator
-for products that it cannot compute."""
+for products that it cannot compute; with --task shapes a vision-language model is trained to count shapes in
+pictures."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,7 +43,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="lockstep demo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--task", choices=("sums", "tools"), default="sums", help="tools: products, by calling a calculator (sums)"
+        "--task",
+        choices=("sums", "tools", "shapes"),
+        default="sums",
+        help="tools: products, by calling a calculator; shapes: how many red squares are in a picture? (sums)",
     )
     parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo", help="ppo adds a critic and GAE")
     parser.add_argument("--seed", type=_count, default=1, help="seed of the problems, the model and the sampling (1)")

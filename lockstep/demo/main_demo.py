@@ -131,7 +131,8 @@ def _prepare(console: Console, folder: Path, demo: DemoTask, recipe: WarmUp, see
     settings = warm_up_settings(
         folder / "model", folder / "data" / "warmup.parquet", num_rows, folder / "warmup", recipe, seed, device
     )
-    exit_code = fsdp_sft_trainer.main(as_overrides(settings | {"data.max_length": demo.max_length}))
+    settings |= {"data.max_length": demo.max_length}
+    exit_code = fsdp_sft_trainer.main(as_overrides(settings))
     if exit_code == 130:
         raise KeyboardInterrupt
     return exit_code
@@ -180,7 +181,6 @@ def training_overrides(
         "algorithm.adv_estimator": "gae" if algorithm == "ppo" else "grpo",
         "data.train_files": files / "data" / "train.parquet",
         "data.val_files": files / "data" / "val.parquet",
-        **demo.settings(files),
         "custom_reward_function.path": files / "reward.py",
         "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
@@ -204,6 +204,7 @@ def training_overrides(
         "trainer.validation_data_dir": run_dir / "validation",
         "trainer.rollout_data_dir": run_dir / "rollouts",
         "trainer.rollout_token_data": "true",
+        **demo.settings(files),
     }
     if algorithm == "ppo":
         # With a critic, several samples per prompt add nothing over samples of other prompts.

@@ -1,4 +1,4 @@
-"""The demo's tasks: what differs between `--task sums` and `--task tools`."""
+"""The demo's tasks: what differs between `--task sums`, `--task tools` and `--task shapes`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,9 +6,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from lockstep.demo import products, products_reward, reward, task
+from lockstep.demo import products, products_reward, reward, shapes, shapes_reward, task
 from lockstep.demo.model import make_model_folder
 from lockstep.demo.task import Problem, answer_text, parse_question
+from lockstep.demo.vision_model import make_vision_model_folder
 from lockstep.demo.warmup import WarmUp, write_examples
 
 Algorithm = Literal["grpo", "ppo"]
@@ -23,6 +24,7 @@ class DemoTask:
     settings:       those of training that depend on the task. files: folder with problems and reward function.
     outcomes:       rows of the table before and after: a name, and which answers count.
     is_sample:      which problems may be shown.
+    pictures:       files of the held-out problems' pictures, in their order, by the file of the problems.
     """
 
     data_source: str
@@ -37,6 +39,7 @@ class DemoTask:
     samples_title: str
     is_sample: Callable[[Row], bool]
     right_answer: Callable[[Row], str]
+    pictures: Callable[[Path], list[bytes]] | None = None
 
 
 def _write_sums(folder: Path, recipe: WarmUp, seed: int) -> tuple[int, str]:
@@ -130,4 +133,52 @@ TOOLS = DemoTask(
     right_answer=lambda row: str(products.parse_product(row["input"]).right_answer),
 )
 
-TASKS = {"sums": SUMS, "tools": TOOLS}
+
+def _write_shapes(folder: Path, recipe: WarmUp, seed: int) -> tuple[int, str]:
+    data = folder / "data"
+    train, validation = shapes.split_questions(seed)
+    shapes.write_questions(data / "train.parquet", train, "train")
+    shapes.write_questions(data / "val.parquet", validation, "validation")
+    num_parameters = make_vision_model_folder(folder / "model", seed)
+    examples = train[: recipe.steps * recipe.batch_size]
+    shapes.write_answers(data / "warmup.parquet", examples, seed)
+    return len(examples), (
+        f"{len(train)} pictures with a question (How many red squares?) for training, {len(validation)} for validation. "
+        f"A Qwen2.5-VL model of {num_parameters:,} parameters with random weights; one token per kind of shape, and one per "
+        "quarter of a picture."
+    )
+
+
+def _shapes_settings(files: Path) -> dict[str, object]:
+    return {
+        "data.train_batch_size": 64,
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 8,
+        "actor_rollout_ref.actor.optim.lr": 5e-4,
+    }
+
+
+SHAPES = DemoTask(
+    data_source=shapes.DATA_SOURCE,
+    reward=shapes_reward,
+    steps={"grpo": 25, "ppo": 40},
+    recipe=WarmUp(steps=400, batch_size=64),
+    max_length=24,
+    warmup_note=(
+        "The answers list what is in the four quarters, then the number. Half of the examples take all shapes of the asked colour "
+        "for the asked form, the others are correct. So the model learns to see and to count, but often sees what it is asked "
+        "for."
+    ),
+    write=_write_shapes,
+    settings=_shapes_settings,
+    outcomes={
+        "correct": lambda row: row["acc"],
+        "wrong: all shapes of the colour counted": lambda row: row["careless"],
+    },
+    samples_title="Three pictures",
+    is_sample=lambda row: True,
+    right_answer=lambda row: str(row["gts"]),
+    pictures=shapes.read_pictures,
+)
+
+TASKS = {"sums": SUMS, "tools": TOOLS, "shapes": SHAPES}

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from lockstep.export.outputs import plain_outputs
 from lockstep.export.sources import cast
 from lockstep.export.staging import CheckFailed
 from lockstep.models.model_check import BOUNDS
+from lockstep.models.vision import auto_class, is_vision
 from lockstep.models.weight_source import safetensors_files
 
 
@@ -88,7 +89,10 @@ def check_outputs(
 
 def load_plain(folder: Path, is_scalar: bool, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """By transformers alone; dtype: None is the stored one."""
-    cls = AutoModelForSequenceClassification if is_scalar else AutoModelForCausalLM
+    hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if is_scalar and is_vision(hf_config):
+        raise CheckFailed(f"transformers has no classifier of {hf_config.model_type} that could check it")
+    cls = AutoModelForSequenceClassification if is_scalar else auto_class(hf_config)
     model: PreTrainedModel = cls.from_pretrained(
         folder, dtype=dtype or "auto", local_files_only=True, trust_remote_code=trust_remote_code
     )

@@ -19,7 +19,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedModel,
@@ -30,7 +29,6 @@ from transformers.utils import logging as transformers_logging
 from lockstep.config.model import HFModelConfig
 from lockstep.engines.train.shard_reader import ShardTensors
 from lockstep.export.outputs import own_outputs, plain_outputs
-from lockstep.models.decoder import decoder_of
 from lockstep.models.export import save_policy, save_scalar_model, save_tensors
 from lockstep.models.four_bit import linears_to_quantize, rounded_to_4bit
 from lockstep.models.known_models import install_decoder_layers
@@ -40,6 +38,7 @@ from lockstep.models.lora_identity import trained_on_4bit_base
 from lockstep.models.rope import fix_rope
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.models.tokenizer import hf_tokenizer
+from lockstep.models.vision import auto_class, body_of
 from lockstep.models.weight_source import FolderWeights, Place, safetensors_files, untie
 from lockstep.utils.hub import has_tokenizer
 from lockstep.utils.model_path import base_folder, local_model_folder
@@ -169,10 +168,10 @@ class Shards(Source):
         """The model without memory, with the shapes and ties of the shards."""
         config = copy.deepcopy(self._config)
         config.dtype = dtype
-        whole = meta_model(AutoModelForCausalLM, config, dtype, trust_remote_code=self._base.trust_remote_code)
+        whole = meta_model(auto_class(config), config, dtype, trust_remote_code=self._base.trust_remote_code)
         if self.is_scalar:
             head = nn.Linear(config.get_text_config().hidden_size, 1, bias=False, dtype=dtype, device="meta")
-            model: TokenModel = ScalarModel(decoder_of(whole), head)
+            model: TokenModel = ScalarModel(body_of(whole), head)
         else:
             self._set_generation_config(whole)
             model = PolicyModel(whole)
@@ -247,7 +246,7 @@ class Adapter(Source):
         if self.is_scalar:
             hf_config.num_labels = 1
             hf_config.pad_token_id = self.tokenizer.pad_token_id
-        cls: Any = AutoModelForSequenceClassification if self.is_scalar else AutoModelForCausalLM
+        cls: Any = AutoModelForSequenceClassification if self.is_scalar else auto_class(hf_config)
         with _quiet():  # the base has no head; the adapter's is compared below
             whole = cls.from_pretrained(
                 whole_folder,

@@ -15,6 +15,12 @@ HEAD_CHUNK = 1 << 28
 STREAM_BYTES = 4
 """Bytes per entry of the residual stream, which is in float32."""
 
+DELTA_CHUNK = 64
+"""Tokens of a chunk of the gated delta rule, each of which has an entry for the others."""
+
+TOKENS_PER_STATE = 128
+"""Fewest tokens per packed sequence, on average, for which the states with which sequences begin are counted."""
+
 GRADIENT_BYTES = 4
 """Gradients are summed in float32."""
 
@@ -29,6 +35,22 @@ def layer_bytes(num_tokens: int, width: int, heads: int, inner: int, itemsize: i
     """
     # the stream and its norm, twice; q, k, v before and after their norms, and the attention's output; gate and up
     return num_tokens * (2 * width * (STREAM_BYTES + itemsize) + (3 * heads + 2 * inner) * itemsize)
+
+
+def state_layer_bytes(
+    num_tokens: int, width: int, keys: int, value_heads: int, values: int, convolved: int, inner: int, itemsize: int
+) -> int:
+    """What the forward of one layer with a gated delta rule keeps on CUDA without checkpointing, with the kernels of
+    flash-linear-attention.
+
+    keys, values: entries of a token's keys and values, with a key per value head. convolved: channels of the convolution.
+    """
+    # q, k, v, b, a, z; q and k normalised, v, and the delta rule's triangle; its output before and after the norm, beside z
+    mixer = (convolved + 2 * value_heads + values) + (2 * keys + values + DELTA_CHUNK * value_heads) + 3 * values
+    gates = 8 * value_heads * STREAM_BYTES  # decay, its logarithm's parts, and the norms of q and k
+    state = keys * values // value_heads * STREAM_BYTES  # with which a sequence begins after a shared prompt
+    stream = 2 * width * (STREAM_BYTES + itemsize)
+    return num_tokens * (stream + (mixer + 2 * inner) * itemsize + gates) + num_tokens * state // TOKENS_PER_STATE
 
 
 def kept_layers(total: float, free: float, num_layers: int, layer: float, stream: float, gathered: float) -> int:

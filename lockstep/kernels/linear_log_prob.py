@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.activation_memory import HEAD_CHUNK, HEAD_KEEPS
+from lockstep.kernels.exact import exact_product, is_exact
 
 BLOCK = 4096
 """Vocabulary entries per iteration of a program."""
@@ -53,13 +54,15 @@ def _form(
 
 @triton.jit
 def _statistics(
-    z_ptr, bias_ptr, targets_ptr, log_prob_ptr, total_ptr, entropy_ptr, squares_ptr, kept_ptr, tops_ptr,
+    z_ptr, bias_ptr, targets_ptr, temperatures_ptr, log_prob_ptr, total_ptr, entropy_ptr, squares_ptr, kept_ptr, tops_ptr,
     vocabulary, factor, cap, temperature,
     BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * vocabulary
     target = tl.load(targets_ptr + row)
+    if temperatures_ptr is not None:
+        temperature = tl.load(temperatures_ptr + row)
     top = tl.full([], -1.0e30, tl.float32)
     total = tl.zeros([], tl.float32)  # Σ exp(l - top)
     mean = tl.zeros([], tl.float32)  # Σ (l - top) exp(l - top)
@@ -138,11 +141,13 @@ class _LinearLogProb(torch.autograd.Function):
         log_prob, total, entropy, squares = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(4))
         ctx.kept = []
         for rows in _chunks(hidden, weight):
-            z = _product(hidden[rows], weight.t())
+            z = exact_product(hidden[rows], weight, torch.float32) if is_exact() else _product(hidden[rows], weight.t())
             room -= z.numel() * weight.element_size()
-            kept = _room_for(z, weight.dtype) if room >= 0 and form.cap is None else None
+            # what stores more has another layout, and sums in another order
+            keeps = room >= 0 and form.cap is None and not is_exact()
+            kept = _room_for(z, weight.dtype) if keeps else None
             _statistics[(len(z),)](
-                *(z, bias, targets[rows], log_prob[rows], total[rows], entropy[rows], squares[rows]),
+                *(z, bias, targets[rows], None, log_prob[rows], total[rows], entropy[rows], squares[rows]),
                 *(kept or (None, None)),
                 *(z.shape[1], *_scalars(form), bias is not None, form.cap is not None, BLOCK),
                 num_warps=8,
@@ -205,6 +210,20 @@ def linear_log_prob(
         hidden.contiguous(), weight, bias, targets.contiguous(), form, _room(hidden.device) if is_trained else 0
     )
     return out
+
+
+def row_log_probs(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+    """log softmax(logits / temperature)[target] (N), by the kernel of `linear_log_prob`: in exact mode to the same bits.
+
+    logits (N, V) in float32, targets and temperatures (N).
+    """
+    log_prob, *others = (logits.new_empty(len(logits)) for _ in range(4))
+    _statistics[(len(logits),)](
+        *(logits, None, targets, temperatures, log_prob, *others, None, None),
+        *(logits.shape[1], *_scalars(LogitForm()), False, False, BLOCK),
+        num_warps=8,
+    )
+    return log_prob
 
 
 def _room(device: torch.device) -> int:

@@ -13,7 +13,8 @@ float32 with weights in half precision: adding to it inside the product saves on
 computed in float32 if the parameter accumulates them so (`grad_dtype`).
 
 A linear layer may have a LoRA adapter of peft: x W^T + scale * (x A^T) B^T, with the base still part of the joint product. Any
-other module in the place of an `nn.Linear` keeps its own forward.
+other module in the place of an `nn.Linear` keeps its own forward. Without gradients a layer's 8-bit weight (`set_fp8_weight`)
+replaces its own one.
 """
 
 import sys
@@ -26,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lockstep.kernels.exact import exact_product, is_exact
+from lockstep.kernels.fp8 import Fp8Rows, fp8_linear, joined
 from lockstep.kernels.packed import packed
 
 NormKind = Literal["rms", "rms_wide", "rms_offset", "layer"]
@@ -103,9 +106,17 @@ def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = F
 
     interleaved: the pairs are neighbours (Cohere) instead of the two halves.
     """
-    if on_gpu(q) and not interleaved and len(q) == 1 and cos.shape[-1] == q.shape[-1]:
-        out: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos, sin)
-        return out
+    if on_gpu(q) and not interleaved and cos.shape[-1] == q.shape[-1]:
+        if len(q) == 1:
+            out: tuple[Tensor, Tensor] = _Rotary.apply(q, k, cos, sin)
+            return out
+        if is_exact():  # as one row: the reference rounds twice
+            joint_q, joint_k = (t.transpose(0, 1).flatten(1, 2)[None] for t in (q, k))
+            cos, sin = (t.expand(len(q), -1, -1).flatten(0, 1)[None] for t in (cos, sin))
+            turned_q, turned_k = (
+                t[0].unflatten(1, (len(q), -1)).transpose(0, 1) for t in rotary(joint_q, joint_k, cos, sin)
+            )
+            return turned_q, turned_k
     both = rotary_reference(torch.cat((q, k), 1), cos, sin, interleaved)
     return both[:, : q.shape[1]], both[:, q.shape[1] :]
 
@@ -173,6 +184,48 @@ def linear_and_adapter(module: nn.Module) -> tuple[nn.Linear, Adapter | None] | 
     return layer.base_layer, Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """x (..., I) @ weight (O, I).T + bias. dtype: of the result in exact mode, if not of x."""
+    if not is_exact():
+        return F.linear(x, weight, bias)
+    out: Tensor = _ExactLinear.apply(_rows(x), weight, dtype)
+    out = out.view(*x.shape[:-1], len(weight))
+    return out if bias is None else out + bias
+
+
+class _ExactLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype = _gradient_dtype(weight)
+        return exact_product(x, weight, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, _ = ctx.needs_input_grad
+        grad = grad.to(x.dtype)
+        return grad @ weight if wants_x else None, _weight_gradient(grad, x, ctx.dtype) if wants_weight else None, None
+
+
+_FP8_WEIGHT = "lockstep_fp8_weight"
+
+
+def set_fp8_weight(linear: nn.Linear, weight: Fp8Rows | None) -> None:
+    """Let products without gradients use this weight instead of the layer's own; None ends that."""
+    linear.__dict__[_FP8_WEIGHT] = weight
+
+
+def _fp8_weights(linears: Sequence[nn.Linear]) -> list[Fp8Rows]:
+    """The 8-bit weights that serve these layers now: of all of them, or none."""
+    if torch.is_grad_enabled():
+        return []
+    weights: list[Fp8Rows | None] = [linear.__dict__.get(_FP8_WEIGHT) for linear in linears]
+    found = [weight for weight in weights if weight is not None]
+    return found if len(found) == len(linears) else []
+
+
 def joint_linear(x: Tensor, modules: Sequence[nn.Module]) -> Tensor:
     """The outputs of linear layers with the same input, concatenated: (..., sum of their sizes)."""
     found = [linear_and_adapter(module) for module in modules]
@@ -186,7 +239,9 @@ def joint_linear(x: Tensor, modules: Sequence[nn.Module]) -> Tensor:
         tensors = [tensor for adapter in adapters if adapter is not None for tensor in (adapter.a, adapter.b)]
         out: Tensor = _JointLinear.apply(x, scales, *weights, *biases, *tensors)
         return out
-    out = F.linear(x, packed(weights), None if biases[0] is None else packed(biases))
+    bias = None if biases[0] is None else packed(biases)
+    fp8 = _fp8_weights(linears)
+    out = fp8_linear(x, joined(fp8), bias) if fp8 else linear(x, packed(weights), bias)
     _add_adapters(out.view(-1, out.shape[-1]), _rows(x), adapters, [len(w) for w in weights])
     return out
 
@@ -202,7 +257,7 @@ class _JointLinear(torch.autograd.Function):
         ctx.scales = scales
         ctx.dtype = _gradient_dtype(next((w for w in weights if w.requires_grad), weights[0]))
         ctx.adapter_dtype = _gradient_dtype(tensors[0]) if tensors else None
-        out = F.linear(x, packed(weights), None if biases[0] is None else packed(biases))
+        out = linear(x, packed(weights), None if biases[0] is None else packed(biases))
         adapters = _adapters_of(scales, tensors)
         hidden = _add_adapters(out.view(-1, out.shape[-1]), _rows(x), adapters, ctx.sizes)
         ctx.save_for_backward(x, hidden, *parameters)
@@ -232,6 +287,8 @@ class _JointLinear(torch.autograd.Function):
 def add_linear(stream: Tensor, x: Tensor, module: nn.Module) -> Tensor:
     """stream (..., E) + module(x); on CUDA in place, without rounding the product first."""
     found = linear_and_adapter(module)
+    if on_gpu(stream) and found is not None and _fp8_weights([found[0]]):
+        return stream.add_(joint_linear(x, [module]))
     if on_gpu(stream) and found is not None and found[0].bias is None:
         linear_module, adapter = found
         out: Tensor = _AddLinear.apply(stream, x, linear_module.weight, *(adapter or (None, None, None)))
@@ -282,6 +339,11 @@ def gated_linear(gate_up: Tensor, down: nn.Module, activation: Activation, strea
     On CUDA the backward computes the gated product again instead of keeping it.
     """
     found = linear_and_adapter(down)
+    if on_gpu(gate_up) and found is not None and _fp8_weights([found[0]]):
+        from lockstep.kernels.gated import gated_product
+
+        product = gated_product(gate_up.flatten(0, -2), activation).view(*gate_up.shape[:-1], -1)
+        return joint_linear(product, [down]) if stream is None else add_linear(stream, product, down)
     if on_gpu(gate_up) and found is not None and found[0].bias is None:
         linear_module, adapter = found
         arguments = (linear_module.weight, stream, activation, *(adapter or (None, None, None)))
@@ -291,8 +353,7 @@ def gated_linear(gate_up: Tensor, down: nn.Module, activation: Activation, strea
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     if stream is not None:
         return add_linear(stream, gate * up, down)
-    out = down(gate * up)
-    return out
+    return joint_linear(gate * up, [down])
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -313,7 +374,7 @@ class _GatedLinear(torch.autograd.Function):
         ctx.dtype = _gradient_dtype(weight)
         product = gated_product(gate_up.flatten(0, -2), activation).view(*gate_up.shape[:-1], -1)
         if stream is None:
-            out = F.linear(product, weight)
+            out = linear(product, weight)
         else:
             ctx.mark_dirty(stream)
             out = _add_product(stream, product, weight)
@@ -359,6 +420,8 @@ def linear_float32(x: Tensor, weight: Tensor) -> Tensor:
     A logit near 16 is quantised to 1/8 in bf16: log-probs of the same token under the same weights would differ by percents
     between two computations that differ in their last bit.
     """
+    if is_exact():
+        return linear(x, weight, dtype=torch.float32)
     if not (x.is_cuda and x.dtype == weight.dtype and x.dtype in HALF):
         return F.linear(x, weight).float()
     if torch.is_grad_enabled():  # training uses kernels/linear_log_prob.py
@@ -374,7 +437,9 @@ def _add_product(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 def _add_rows(total: Tensor, x: Tensor, weight: Tensor, scale: float = 1.0) -> None:
     """total (T, E) += scale * x (T, I) @ weight (E, I).T."""
-    if total.dtype == x.dtype:
+    if is_exact():
+        total += exact_product(x, weight, total.dtype) * scale
+    elif total.dtype == x.dtype:
         total.addmm_(x, weight.t(), alpha=scale)
     else:
         torch.addmm(total, x, weight.t(), alpha=scale, out_dtype=total.dtype, out=total)
@@ -398,7 +463,7 @@ def _add_adapters(out: Tensor, x: Tensor, adapters: Sequence[Adapter | None], si
     own = [adapter for adapter in adapters if adapter is not None]
     if not own:
         return None
-    hidden = x @ packed([adapter.a for adapter in own]).t()
+    hidden = linear(x, packed([adapter.a for adapter in own]))
     parts = iter(hidden.split([len(adapter.a) for adapter in own], -1))
     for columns, adapter in zip(out.split(sizes, -1), adapters):
         if adapter is not None:

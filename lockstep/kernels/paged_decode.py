@@ -200,22 +200,29 @@ def decode_attention(
 
 @triton.jit
 def _write(
-    x_ptr, cache_ptr, slots_ptr, stride_head, stride_token,
+    x_ptr, cache_ptr, address_ptr, slots_ptr, stride_head, stride_token,
     HK: tl.constexpr, HK_PADDED: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     head = tl.arange(0, HK_PADDED)
     d = tl.arange(0, D_PADDED)
-    inside = (head < HK)[:, None] & (d < D)[None, :]
+    if address_ptr is not None:
+        cache_ptr = tl.load(address_ptr).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    inside = (head < HK)[:, None] & (d < D)[None, :] & (slot >= 0)
     x = tl.load(x_ptr + token * stride_token + head[:, None] * stride_head + d[None, :], mask=inside)
     place = (slot // BLOCK_SIZE * HK + head) * BLOCK_SIZE + slot % BLOCK_SIZE
     tl.store(cache_ptr + place[:, None] * D + d[None, :], x, mask=inside)
 
 
-def write_to_cache(x: Tensor, cache: Tensor, slots: Tensor, block_size: int) -> None:
-    """Write the keys or values x (1, HK, T, D) to their cache slots (T,) of a layer."""
+def write_to_cache(
+    x: Tensor, cache: Tensor | None, slots: Tensor, block_size: int, *, address: Tensor | None = None
+) -> None:
+    """Write the keys or values x (1, HK, T, D) to their cache slots (T,) of a layer; slot -1 is nowhere.
+
+    cache: the layer's keys or values; None if `address` says where they are.
+    """
     _, heads, length, dim = x.shape
     padded_heads, padded_dim = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
     shape = heads, padded_heads, dim, padded_dim, block_size
-    _write[(length,)](x, cache, slots, *x.stride()[1:3], *shape, num_warps=2)
+    _write[(length,)](x, x if cache is None else cache, address, slots, *x.stride()[1:3], *shape, num_warps=2)

@@ -18,6 +18,9 @@ POSITION, ACTIVE, SEED, LAST, TOKEN, TOP_K, STOPS = range(7)
 """Fields of `slot_state`: position of the next input token; 1 while decoding; seed; position of the last token that may be sampled;
 the next input token; top-k (0: all); from here on stop tokens (-1: none)."""
 
+MIN_STOPS = 4
+"""Least number of stop tokens that a row has room for."""
+
 TEMPERATURE, TOP_P, MIN_P, NUM_OPTIONS = range(4)
 """Fields of `slot_options`, and their number."""
 
@@ -176,10 +179,10 @@ def _uniform(seed, position):
 
 @triton.jit
 def _pick_token(
-    logits_ptr, state_ptr, options_ptr, slot_ids_ptr, thresholds_ptr, sums_ptr, best_ptr, step_ptr,
+    logits_ptr, excluded_ptr, state_ptr, options_ptr, slot_ids_ptr, thresholds_ptr, sums_ptr, best_ptr, step_ptr,
     out_tokens_ptr, out_log_probs_ptr, out_width, stride, vocabulary,
     FILTERED: tl.constexpr, FIELDS: tl.constexpr, NUM_STOPS: tl.constexpr,
-    NUM_TILES: tl.constexpr, NUM_TILES_PADDED: tl.constexpr, TILE: tl.constexpr
+    NUM_TILES: tl.constexpr, NUM_TILES_PADDED: tl.constexpr, TILE: tl.constexpr, NUM_EXCLUDED: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ids_ptr + row).to(tl.int64)
@@ -227,6 +230,11 @@ def _pick_token(
 
     logit = tl.load(logits_ptr + row * stride + token).to(tl.float32)
     tl.store(out_tokens_ptr + out, token.to(tl.int32))
+    if NUM_EXCLUDED > 0:
+        excluded = tl.load(excluded_ptr + row * NUM_EXCLUDED + tl.arange(0, NUM_EXCLUDED)) / temperature
+        highest = tl.maximum(top, tl.max(excluded, 0))
+        total = total * tl.exp(top - highest) + tl.sum(tl.exp(excluded - highest), 0)
+        top = highest
     tl.store(out_log_probs_ptr + out, logit / temperature - top - tl.log(total))
     stop = tl.arange(0, NUM_STOPS)
     stopped = tl.max((tl.load(fields + _STOPS + stop) == token).to(tl.int32), 0) > 0
@@ -246,13 +254,22 @@ def sample(
     out_log_probs: Tensor,
     *,
     filtered: bool,
+    excluded: Tensor | None = None,
 ) -> None:
     """Sample one token per row of logits (T, V) and update the slots.
 
     Tokens and log-probs go to row `step` of the outputs (ring, slots); an inactive slot gets token -1.
     filtered: whether any row has min-p, top-k or top-p. Tokens whose logit equals the threshold are all kept.
+    excluded: tokens that are never sampled: their logits become -inf in place. Log-probs are those of the full distribution.
     """
     rows, vocabulary = logits.shape
+    excluded_logits = None
+    num_excluded = 0
+    if excluded is not None:
+        num_excluded = max(2, triton.next_power_of_2(len(excluded)))
+        excluded_logits = logits.new_full((rows, num_excluded), float("-inf"), dtype=torch.float32)
+        excluded_logits[:, : len(excluded)] = logits.index_select(1, excluded)
+        logits.index_fill_(1, excluded, float("-inf"))
     thresholds = None
     if filtered:
         thresholds = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -268,8 +285,8 @@ def sample(
         filtered, num_tiles, TILE, num_warps=8
     )  # fmt: skip
     _pick_token[(rows,)](
-        logits, slot_state, slot_options, slot_ids, thresholds, sums, best, step,
+        logits, excluded_logits, slot_state, slot_options, slot_ids, thresholds, sums, best, step,
         out_tokens, out_log_probs, out_tokens.stride(0), logits.stride(0), vocabulary,
         filtered, slot_state.stride(0), slot_state.shape[1] - STOPS,
-        num_tiles, triton.next_power_of_2(num_tiles), TILE, num_warps=8
+        num_tiles, triton.next_power_of_2(num_tiles), TILE, num_excluded, num_warps=8
     )  # fmt: skip

@@ -11,10 +11,10 @@ Legend: T packed tokens, N rows of Q queries and K keys, H query heads, HK key h
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,8 +25,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from lockstep.kernels.exact import is_exact
 from lockstep.kernels.ops import RowIndex, take_rows
+from lockstep.models.exact_attention import exact_attention
 from lockstep.models.key_index import KeyIndex
+from lockstep.models.latent_attention import LatentKeys
+from lockstep.models.layer_options import LayerOptions
 from lockstep.models.state_rows import PackedRows, StateCore, length_buckets
 from lockstep.utils.device import to_device
 
@@ -40,40 +44,6 @@ HARMLESS = {"position_ids", "cache_position", "use_cache", "output_router_logits
 """Keyword arguments that models of transformers pass to attention. Any other must be None or False."""
 
 
-@dataclass(frozen=True)
-class LayerOptions:
-    """How one layer attends.
-
-    scaling:        factor of query · key.
-    sliding_window: number of tokens that a query sees, itself included; None for all.
-    softcap:        logits become softcap * tanh(logits / softcap) before the mask; None for no cap.
-    sinks:          (H,) one more logit per query head, which takes probability but has no value; None for none.
-    chunk:          a query sees the tokens of its own chunk of this many positions; None for all (Llama 4).
-    index:          picks the keys that a query sees; its own are joined to those of the layer. None for all (DeepSeek-V3.2).
-    """
-
-    scaling: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    chunk: int | None = None
-    index: KeyIndex | None = None
-
-    @property
-    def extent(self) -> tuple[int | None, int | None]:
-        """What, besides its position, decides which keys a query may see."""
-        return self.sliding_window, self.chunk
-
-    def hides(self, position: Any, key: Any) -> Any:
-        """Whether a query does not see a key, by their positions in the sequence: arrays or tensors that broadcast."""
-        hidden = key > position
-        if self.sliding_window is not None:
-            hidden = hidden | (key <= position - self.sliding_window)
-        if self.chunk is not None:
-            hidden = hidden | (key < position // self.chunk * self.chunk)
-        return hidden
-
-
 class AttentionContext(Protocol):
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         """query (1, H, T, D), key and value (1, HK, T, D) of one layer (`layer.layer_idx`) -> output (1, T, H, D)."""
@@ -85,11 +55,19 @@ class AttentionContext(Protocol):
         """
 
 
+@runtime_checkable
+class LatentContext(Protocol):
+    """An attention context that keeps latents (MLA); all others are given expanded keys and values."""
+
+    def attend_latent(self, layer: nn.Module, query: Tensor, keys: LatentKeys, options: LayerOptions) -> Tensor:
+        """query (1, H, T, D) of one layer (`layer.layer_idx`) -> output (1, T, H, DV)."""
+
+
 def lockstep_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | LatentKeys,
+    value: Tensor | None,
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -102,6 +80,7 @@ def lockstep_attention(
     """Dropout is ignored: it would change the log-probs.
 
     query_scale: (B, T) factor of each query. indices: what `models/attention_variants.py` lets an indexer return.
+    key:         what it lets `expand_kv` return, if the layer has latents; there is no value then.
     """
     if lockstep_context is None:
         raise RuntimeError(
@@ -111,11 +90,16 @@ def lockstep_attention(
     _refuse_unserved(module, attention_mask, kwargs)
     if query_scale is not None:
         query = (query * query_scale[:, None, :, None]).to(query.dtype)
-    if indices is not None:
-        key = indices.join_keys(key)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, chunk = (kwargs["sliding_window"], None) if "sliding_window" in kwargs else _extent_in_config(module)
     options = LayerOptions(scaling, window, kwargs.get("softcap"), kwargs.get("s_aux"), chunk, indices)
+    if isinstance(key, LatentKeys):
+        if isinstance(lockstep_context, LatentContext):
+            return lockstep_context.attend_latent(module, query, key, options), None
+        key, value = key.expand()
+    assert value is not None
+    if indices is not None:
+        key = indices.join_keys(key)
     return lockstep_context.attend(module, query, key, value, options), None
 
 
@@ -193,7 +177,7 @@ class PackedAttention:
         half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
         fits = query.shape[-1] == value.shape[-1] and query.shape[-1] in FLASH_HEAD_DIMS
         plain = options.softcap is None and options.chunk is None and options.index is None
-        attend = self._flash if half and fits and plain else self._bucketed
+        attend = self._flash if half and fits and plain and not is_exact() else self._bucketed
         return attend(q, k, v, options)[None]
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
@@ -249,21 +233,30 @@ class PackedAttention:
         if options.index is not None:
             indices = options.index.tokens(query_index).split(shapes)
         outputs = []
-        gqa = q.shape[1] != k.shape[1]
         for place, (rows, of_q, of_k, of_v) in enumerate(zip(self.buckets, rows_q, rows_k, rows_v)):
             unpicked = None
             if indices is not None:
                 of_k, scored = indices[place].split_keys(of_k, q.shape[-1])
                 unpicked = indices[place].hide_others(scored, rows.hidden(options, q.device))
-            if options.softcap is None and options.sinks is None:
-                mask = rows.mask(options, q) if unpicked is None else additive_mask(unpicked, q.dtype)[:, None]
-                out = F.scaled_dot_product_attention(
-                    of_q, of_k, of_v, mask, is_causal=mask is None, scale=options.scaling, enable_gqa=gqa
-                )
+            usual = partial(self._attend_rows, place, unpicked)
+            if is_exact():
+                out = exact_attention(of_q, of_k, of_v, self._positions[place], options, usual)
             else:
-                out = eager_attention(of_q, of_k, of_v, self._positions[place], options, unpicked)
+                out = usual(of_q, of_k, of_v, options)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, token_index)
+
+    def _attend_rows(
+        self, place: int, unpicked: Tensor | None, q: Tensor, k: Tensor, v: Tensor, options: LayerOptions
+    ) -> Tensor:
+        """q (N, H, Q, D), k and v (N, HK, K, D) of a bucket -> (N, H, Q, D)."""
+        if options.softcap is not None or options.sinks is not None:
+            return eager_attention(q, k, v, self._positions[place], options, unpicked)
+        mask = self.buckets[place].mask(options, q) if unpicked is None else additive_mask(unpicked, q.dtype)[:, None]
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=options.scaling, enable_gqa=gqa
+        )
 
     @cached_property
     def buckets(self) -> "list[_Rows]":

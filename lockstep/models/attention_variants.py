@@ -2,6 +2,7 @@
 
     Llama 4:        queries of layers without rope are scaled by position ─► by position_ids rather than by place in the row
     DeepSeek-V3.2:  the indexer picks keys of its row ─► it returns a `KeyIndex`, and the attention context picks
+    DeepSeek-V2:    keys and values are expanded from latents ─► the latents go to the attention context, which may cache them
     Nemotron:       layers pass no keyword arguments to their attention ─► a hook hands it the attention context
 
 All do what transformers does if the model attends by transformers' own functions.
@@ -9,13 +10,14 @@ All do what transformers does if the model attends by transformers' own function
 
 import sys
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext
 from lockstep.models.key_index import KeyIndex
+from lockstep.models.latent_attention import LATENT_LAYERS, LatentKeys, can_absorb
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ INDEXERS: dict[str, IndexerForm] = {
 def install_attention_variants(model: nn.Module) -> None:
     """Prepare those layers of a transformers model that compute from their whole row."""
     for layer in list(model.modules()):
+        if type(layer).__name__ in LATENT_LAYERS and type(layer).__module__.startswith("transformers.models."):
+            cast(Any, layer).expand_kv = _KeepLatents(layer)
         attention: Any = getattr(layer, "self_attn", None)
         if type(attention).__name__ == "Llama4TextAttention" and not layer._forward_pre_hooks:
             layer.register_forward_pre_hook(_ScaleByPosition(bool(attention.attn_temperature_tuning)), with_kwargs=True)
@@ -86,6 +90,21 @@ class _ScaleByPosition:
             count = torch.floor((options["position_ids"].float() + 1.0) / attention.floor_scale)
             options = options | {"query_scale": torch.log1p(count) * attention.attn_scale + 1.0}
         return args, options
+
+
+class _KeepLatents:
+    """`expand_kv` of a layer with latents: under our attention function they go to the attention context as they are.
+
+    Not on CUDA, whose decode kernel reads keys and values of each head.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __call__(self, latent: Tensor, rope: Tensor) -> tuple[LatentKeys, None] | tuple[Tensor, Tensor]:
+        keys = LatentKeys(self.layer, latent, rope)
+        is_ours = self.layer.config._attn_implementation == ATTENTION_NAME
+        return (keys, None) if is_ours and not latent.is_cuda and can_absorb(self.layer.kv_b_proj) else keys.expand()
 
 
 class PackedIndexer(nn.Module):

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from lockstep.kernels.activation_memory import layer_bytes
 from lockstep.kernels.ops import NormKind, add_linear, joint_linear, linear_and_adapter, norm, rotary
-from lockstep.models.attention import AttentionContext, LayerOptions
+from lockstep.models.attention import AttentionContext
+from lockstep.models.layer_options import LayerOptions
 from lockstep.models.stream_layer import StreamLayer, norm_eps
 
 Rope = tuple[Tensor, Tensor]
@@ -114,15 +115,15 @@ class DecoderLayer(StreamLayer):
         """The attention's output, added to `stream` if given."""
         attended = self._attend(x, rope, context)
         project = self.self_attn.o_proj
-        out: Tensor = project(attended) if stream is None else add_linear(self._once(stream), attended, project)
-        return self._sum(out)
+        if stream is None:
+            return self._sum(joint_linear(attended, [project]))
+        return self._sum(add_linear(self._once(stream), attended, project))
 
     def _attend(self, x: Tensor, rope: Rope | None, context: AttentionContext) -> Tensor:
         """x (B, T, E) -> (B, T, H * D), before the output projection."""
         attention = self.self_attn
         form = self.form
-        names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-        qkv = joint_linear(x, [getattr(attention, name) for name in names])
+        qkv = joint_linear(x, self._qkv())
         width = self.num_key_heads * self.head_dim
         q, k, v = qkv.split((self.query_width, width, width), -1)
         if form.qk_norm == "all":
@@ -143,6 +144,16 @@ class DecoderLayer(StreamLayer):
         options = LayerOptions(self.scaling, self.window, self.softcap, getattr(attention, "sinks", None))
         out = context.attend(attention, q, k, v, options).flatten(2)
         return out * torch.sigmoid(gate.flatten(2)) if form.gate else out
+
+    def _qkv(self) -> list[nn.Module]:
+        attention = self.self_attn
+        names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        return [getattr(attention, name) for name in names]
+
+    def products(self) -> list[list[nn.Module]]:
+        """The linear layers of attention and MLP, those of one product together; experts are not among them."""
+        of_mlp = [] if self.activation is None else [self._gate_up(), [self.mlp.down_proj]]
+        return [self._qkv(), [self.self_attn.o_proj], *of_mlp]
 
     def _add(self, stream: Tensor, update: Tensor, norm_name: str) -> Tensor:
         if self.form.order in ("sandwich", "post"):
@@ -189,12 +200,21 @@ class FinalNorm(nn.Module):
         return norm(x, self.weight, norm_eps(self.reference), self.kind)
 
 
-@contextmanager
-def reference_layers(model: nn.Module) -> Iterator[None]:
-    """Run transformers' own layers inside: calls without an attention context go to them, and so does the final norm."""
-    replaced: list[Any] = [module for module in model.modules() if hasattr(module, "use_reference")]
+def use_reference_layers(model: nn.Module) -> list[Any]:
+    """Run transformers' own layers from now on: calls without an attention context go to them, and so does the final norm.
+
+    Returns the modules that did not before.
+    """
+    replaced: list[Any] = [module for module in model.modules() if not getattr(module, "use_reference", True)]
     for module in replaced:
         module.use_reference = True
+    return replaced
+
+
+@contextmanager
+def reference_layers(model: nn.Module) -> Iterator[None]:
+    """`use_reference_layers` inside."""
+    replaced = use_reference_layers(model)
     try:
         yield
     finally:

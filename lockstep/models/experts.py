@@ -61,13 +61,8 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS_NAME, experts_forward)
 
 
 def experts_implementation(hf_config: PretrainedConfig) -> str | None:
-    """What to load the model with; None is transformers' default.
-
-    It computes quantised experts, which have other parameters, and all experts on CUDA, where gradients of ours are not tested yet.
-    """
-    if hasattr(hf_config, "quantization_config") or torch.cuda.is_available():
-        return None
-    return EXPERTS_NAME
+    """What to load the model with; None is transformers' default, which computes quantised experts: they have other parameters."""
+    return None if hasattr(hf_config, "quantization_config") else EXPERTS_NAME
 
 
 def _all_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

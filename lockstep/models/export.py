@@ -8,15 +8,18 @@ All ranks gather the tensors together; rank 0 writes them, and holds no more tha
 import copy
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from lockstep.models.processor import copy_processor
 from lockstep.utils.distributed import current_rank
 from lockstep.utils.progress import waiting
 
@@ -27,6 +30,18 @@ WEIGHTS = "model.safetensors"
 
 Weights = Iterable[tuple[str, Tensor]]
 """Whole tensors by their names in a Hugging Face folder, each valid until the next is asked for."""
+
+
+def as_saved(model: PreTrainedModel, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Parameters of `model` by the names and in the form in which `save_pretrained` writes them, such as one tensor per expert.
+
+    Each is valid until the next is asked for.
+    """
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    joins = any(isinstance(c, WeightConverter) and len(c.target_patterns) > 1 for c in conversions)
+    for _, layer in groupby(weights, key=lambda item: _layer(item[0]) if joins else item[0]):
+        parameters = {name: weight.clone() if joins else weight for name, weight in layer}
+        yield from revert_weight_conversion(model, parameters).items()
 
 
 def save_policy(
@@ -40,6 +55,7 @@ def save_policy(
     _save_all(weights, policy_files(model, folder, file_bytes))
     if current_rank() == 0:
         tokenizer.save_pretrained(folder)
+        copy_processor(model, folder)
 
 
 def save_scalar_model(
@@ -61,6 +77,7 @@ def save_scalar_model(
         config.architectures = [architecture]
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    copy_processor(body, folder)
 
 
 def save_tensors(weights: Weights, folder: Path, file_bytes: int | None = None) -> None:

@@ -5,40 +5,77 @@
     S = exp(g) S;  S += k (β (v - Sᵀ k))ᵀ;  out = Sᵀ q         g = -exp(A_log) softplus(a + dt_bias), β = sigmoid(b)
 
 The mathematics is transformers' own: chunks of tokens in training and prefill, one token after another in decode. These functions
-call the kernels of flash-linear-attention and causal-conv1d if the packages are installed.
+call the kernels of flash-linear-attention and causal-conv1d if the packages are installed. Decode on CUDA has our own kernel
+(`kernels/delta_step.py`), in place on the states.
 
 Shapes: N rows of L tokens; HK key heads of DK, HV value heads of DV; states: conv (N, C, K), the last K inputs of the convolution,
 and recurrent (N, HV, DK, DV) in float32.
 """
 
+import importlib.metadata
 import inspect
+import logging
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from lockstep.kernels.ops import HALF
-from lockstep.models.state_rows import RowBounds, RowStates
+from lockstep.kernels.ops import HALF, on_gpu
+from lockstep.models.state_rows import RowBounds, RowStates, StateName
 
+logger = logging.getLogger(__name__)
 SMALLEST_CHUNK, LARGEST_CHUNK = 16, 64
 
 
 def gated_delta(mixer: Any, x: Tensor) -> "GatedDelta":
-    """The core of a transformers mixer. x: its input; the kernel without padding serves half precision on CUDA."""
-    if x.is_cuda and x.dtype in HALF and has_linear_attention_kernels():
+    """The core of a transformers mixer. x: its input; see `kernels_serve` for the form without padding."""
+    if not on_gpu(x) or mixer.activation != "silu" or mixer.conv1d.bias is not None:
+        return GatedDelta(mixer)
+    if kernels_serve(x):
         return PackedGatedDelta(mixer)
-    return GatedDelta(mixer)
+    return InPlaceGatedDelta(mixer)
 
 
 @cache
 def has_linear_attention_kernels() -> bool:
     """Whether flash-linear-attention is installed."""
     return find_spec("fla") is not None
+
+
+@cache
+def trains_with_kernels() -> bool:
+    """Whether its backward pass runs on this GPU: on Hopper it refuses the Triton versions that miscompile it."""
+    if not has_linear_attention_kernels():
+        return False
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return True
+    version = triton_version()
+    if not (3, 4) <= version < (3, 7, 1) or find_spec("tilelang") is not None:
+        return True
+    logger.warning(
+        "flash-linear-attention cannot train with Triton %s on this GPU: the gated delta rule trains in torch, which is slower. "
+        "Install triton 3.7.1 or later, or tilelang.",
+        ".".join(map(str, version)),
+    )
+    return False
+
+
+def triton_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("triton"))[:3])
+
+
+def kernels_serve(x: Tensor) -> bool:
+    """Whether flash-linear-attention computes x, and its gradient if one is asked for."""
+    if not x.is_cuda or x.dtype not in HALF:
+        return False
+    return trains_with_kernels() if torch.is_grad_enabled() else has_linear_attention_kernels()
 
 
 class GatedDelta:
@@ -84,9 +121,9 @@ class GatedDelta:
         return out.flatten(2)
 
     def _rule(self, name: str, x: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-        """A function of the model's module; its kernels serve half precision on CUDA, its torch form everything else."""
+        """A function of the model's module, or its torch form if the kernels do not serve x."""
         function = getattr(self.functions, name)
-        return function if x.is_cuda and x.dtype in HALF else inspect.unwrap(function)
+        return function if kernels_serve(x) else inspect.unwrap(function)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixer = self.mixer
@@ -115,8 +152,28 @@ class GatedDelta:
         return q, k, v, g, b.sigmoid()
 
 
-class PackedGatedDelta(GatedDelta):
-    """With the variable-length kernel of flash-linear-attention: a `PackedCore`."""
+class InPlaceGatedDelta(GatedDelta):
+    """With a kernel for decode (`kernels/delta_step.py`): an `InPlaceCore`."""
+
+    def step_in_place(self, rows: Tensor, tensors: Mapping[StateName, Tensor], slots: Tensor) -> Tensor:
+        from lockstep.kernels.delta_step import delta_step
+
+        mixer = self.mixer
+        out = delta_step(
+            rows[:, 0],
+            mixer.conv1d.weight.squeeze(1),
+            mixer.A_log,
+            mixer.dt_bias,
+            tensors["conv", 0],
+            tensors["recurrent", 0],
+            slots,
+            mixer.num_k_heads,
+        )
+        return out[:, None]
+
+
+class PackedGatedDelta(InPlaceGatedDelta):
+    """With the variable-length kernel of flash-linear-attention too: a `PackedCore`."""
 
     def packed(self, x: Tensor, bounds: RowBounds, states: RowStates) -> Tensor:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -136,7 +193,18 @@ class PackedGatedDelta(GatedDelta):
         return out.flatten(2)
 
     def _packed_convolution(self, x: Tensor, bounds: RowBounds, states: RowStates) -> Tensor:
-        """(T, C) -> (T, C): one row, with the K inputs before each sequence in front of it."""
+        """(T, C) -> (T, C)."""
+        return self._convolution_kernel(x, bounds, states) if on_gpu(x) else self._one_row(x, bounds, states)
+
+    def _convolution_kernel(self, x: Tensor, bounds: RowBounds, states: RowStates) -> Tensor:
+        from lockstep.kernels.packed_conv import packed_convolution
+
+        before = states.tensors.get(("conv", 0))
+        states.tensors["conv", 0] = bounds.last_inputs(x, before, self.mixer.conv_kernel_size)
+        return packed_convolution(x, self.mixer.conv1d.weight.squeeze(1), before, *bounds.tokens, bounds.tensor[:-1])
+
+    def _one_row(self, x: Tensor, bounds: RowBounds, states: RowStates) -> Tensor:
+        """One row, with the K inputs before each sequence in front of it."""
         width = self.mixer.conv_kernel_size
         place, starts, ends = bounds.spaced(width)
         inputs = x.new_zeros(len(x) + len(bounds) * width, x.shape[1]).index_copy(0, place, x)

@@ -48,7 +48,8 @@ class KeyIndex:
     def tokens(self, which: Any) -> "KeyIndex":
         """Of some of the B * T tokens: a slice or an index."""
         queries, weights = (t.flatten(0, 1)[which][None] for t in (self.queries, self.weights))
-        return replace(self, queries=queries, weights=weights, keys=None)
+        keys = None if self.keys is None else self.keys.flatten(0, 1)[which][None]
+        return replace(self, queries=queries, weights=weights, keys=keys)
 
     def rows(self, num_rows: int) -> "KeyIndex":
         """(1, N * Q, …) -> (N, Q, …)."""

@@ -16,6 +16,7 @@ from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.attention_variants import install_attention_variants
 from lockstep.models.decoder import decoder_of
 from lockstep.models.decoder_layer import DecoderLayer, FinalNorm, LayerForm
+from lockstep.models.linear_kernels import limit_kernels
 from lockstep.models.state_layer import StateForm, StateLayer
 from lockstep.models.state_mixer import install_state_mixers
 from lockstep.models.stream_layer import StreamLayer
@@ -32,6 +33,10 @@ KNOWN_LAYERS: dict[str, LayerForm] = {
     "Phi3DecoderLayer": LayerForm(window="config"),
     "Qwen2DecoderLayer": LayerForm(),
     "Qwen3DecoderLayer": LayerForm(),
+    # Qwen's vision-language models: their rotary module makes one table of three positions
+    "Qwen2VLDecoderLayer": LayerForm(),
+    "Qwen2_5_VLDecoderLayer": LayerForm(),
+    "Qwen3VLTextDecoderLayer": LayerForm(),
     # Gemma: norms with 1 + weight, from Gemma 2 on also after attention and MLP
     "GemmaDecoderLayer": LayerForm(norm="rms_offset"),
     "Gemma2DecoderLayer": LayerForm(
@@ -49,6 +54,7 @@ KNOWN_LAYERS: dict[str, LayerForm] = {
     "MixtralDecoderLayer": LayerForm(window="config"),
     "Qwen2MoeDecoderLayer": LayerForm(),
     "Qwen3MoeDecoderLayer": LayerForm(),
+    "Qwen3VLMoeTextDecoderLayer": LayerForm(),
     "Dots1DecoderLayer": LayerForm(),
     "GptOssDecoderLayer": LayerForm(norm="rms_wide", rope="half_table"),
     # Layers of attention between layers with a state
@@ -100,6 +106,7 @@ def install_decoder_layers(model: nn.Module) -> bool:
         return False
     if any(isinstance(layer, StreamLayer) for layer in decoder.layers):
         return True
+    limit_kernels(model)
     found = [_our_layer(layer, decoder.config) for layer in decoder.layers]
     layers = [layer for layer in found if layer is not None]
     if len(layers) < len(decoder.layers):
@@ -148,9 +155,16 @@ def has_states(hf_config: PretrainedConfig) -> bool:
     return hf_config.get_text_config().model_type in STATE_MODELS
 
 
-def attention_implementation(hf_config: PretrainedConfig) -> str:
+def attention_implementation(hf_config: PretrainedConfig) -> str | dict[str, str]:
     """What to load the model with: our attention function, or transformers' eager attention for its own forward."""
-    return ATTENTION_NAME if why_own_forward(hf_config) is None else "eager"
+    return of_language_model(hf_config, ATTENTION_NAME if why_own_forward(hf_config) is None else "eager")
+
+
+def of_language_model(hf_config: PretrainedConfig, attention: str) -> str | dict[str, str]:
+    """The setting of `attn_implementation` that leaves a vision tower with transformers' own choice."""
+    text = hf_config.get_text_config()
+    names = [name for name in hf_config.sub_configs if getattr(hf_config, name, None) is text]
+    return dict.fromkeys(("", *names), attention) if names else attention
 
 
 def computes_packed(model: PreTrainedModel) -> bool:

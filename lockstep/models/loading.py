@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -27,11 +28,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as hf_logging
 
 from lockstep.config.model import HFModelConfig, TrainEngineConfig
 from lockstep.kernels.ops import Adapter
-from lockstep.models.decoder import decoder_of
 from lockstep.models.experts import experts_implementation
 from lockstep.models.four_bit import linears_to_quantize, rounded_to_4bit, use_4bit_linears
 from lockstep.models.known_models import attention_implementation, install_decoder_layers, why_own_forward
@@ -39,7 +40,15 @@ from lockstep.models.lora import merged, read_adapter
 from lockstep.models.lora_identity import trained_on_4bit_base
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import fix_rope
-from lockstep.models.weight_source import FolderWeights, MergedWeights, SentWeights, WeightSource, find_weights
+from lockstep.models.vision import auto_class, body_of, is_vision
+from lockstep.models.weight_source import (
+    FolderWeights,
+    MergedWeights,
+    SentWeights,
+    WeightSource,
+    find_weights,
+    safetensors_files,
+)
 from lockstep.registry import load_module
 from lockstep.utils.distributed import current_rank, current_world_size
 from lockstep.utils.model_path import base_folder, is_adapter, local_model_folder
@@ -125,7 +134,9 @@ def open_causal_lm(
         raise ValueError(
             f"{key}.path={config.path!r} is a critic or reward model (it has a `score` head), not a language model"
         )
-    model, weights = _open(AutoModelForCausalLM, config, hf_config, key, dtype, device, alone, max_length)
+    model, weights = _open(
+        _auto_class(config, hf_config, key), config, hf_config, key, dtype, device, alone, max_length
+    )
     if model.get_output_embeddings() is None:
         raise ValueError(f"{key}.path={config.path!r}: {type(model).__name__} has no language-model head")
     return model, weights
@@ -136,8 +147,10 @@ def open_value_model(
 ) -> tuple[PreTrainedModel, nn.Linear, WeightSource]:
     """A critic's body and head: the folder's `score` head, or a random one near zero from `seed`."""
     hf_config = load_hf_config(config, key)
-    model, weights = _open(AutoModelForCausalLM, config, hf_config, key, dtype, device, alone, body_only=True)
-    body = decoder_of(model)
+    model, weights = _open(
+        _auto_class(config, hf_config, key), config, hf_config, key, dtype, device, alone, body_only=True
+    )
+    body = body_of(model)
     score = nn.Linear(hf_config.get_text_config().hidden_size, 1, bias=False, dtype=dtype, device=device)
     saved = _score_head_of_adapter(config, key)
     if saved is None:
@@ -159,6 +172,8 @@ def open_reward_model(
     hf_config = load_hf_config(config, key)
     if _saved_score_head(model_folder(config, key)) is None:
         raise ValueError(f"{key}.path={config.path!r} has no one-label `score` head, so it is not a reward model")
+    if is_vision(hf_config):  # transformers has no classifier of it
+        return open_value_model(config, key, dtype, device, seed=0, alone=alone)
     hf_config.num_labels = 1
     model, weights = _open(AutoModelForSequenceClassification, config, hf_config, key, dtype, device, alone)
     body, score = cast(PreTrainedModel, model.base_model), cast(nn.Linear, model.score)
@@ -196,7 +211,7 @@ def _open(
     folder = model_folder(config, key)
     adapters = _adapters_to_merge(config, key)
     model = meta_model(cls, hf_config, dtype, trust_remote_code=config.trust_remote_code)
-    kept = _path_of(decoder_of(model), model) if body_only else ""
+    kept = _path_of(body_of(model), model) if body_only else ""
     with _named(config, key):
         places, reason = find_weights(model, kept, folder, dtype)
     weights: WeightSource
@@ -243,18 +258,22 @@ def _sent_weights(
     """Rank 0 loads the whole model; if it fails, so do all ranks."""
     whole = None
     error = ""
+    used: list[str] = []
     if current_rank() == 0:
         try:
             whole = _from_pretrained(cls, config, hf_config, key, dtype)
-            model.__dict__["_weight_conversions"] = whole._weight_conversions  # `save_pretrained` reverts these
+            conversions: Any = whole._weight_conversions
+            used = [repr(conversion) for conversion in conversions or ()]
             if model.can_generate():
                 model.generation_config = whole.generation_config
         except ValueError as failure:
             error = str(failure)
-    told = [error]
+    told: list[Any] = [error, used]
     dist.broadcast_object_list(told, src=0)
     if told[0]:
         raise ValueError(told[0])
+    # `save_pretrained` reverts these
+    model.__dict__["_weight_conversions"] = [c for c in get_model_conversion_mapping(model) if repr(c) in told[1]]
     return SentWeights(whole)
 
 
@@ -279,6 +298,27 @@ def _from_pretrained(
         weight = model.get_submodule(path).weight
         weight.data = merged(cast(Tensor, weight.data), adapter)
     return model
+
+
+def _auto_class(config: HFModelConfig, hf_config: PretrainedConfig, key: str) -> Any:
+    """The Auto class for the folder's weights: of a vision model saved without its tower, that of its language model."""
+    cls = auto_class(hf_config)
+    if not is_vision(hf_config) or _has_tower(model_folder(config, key)):
+        return cls
+    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"{key}.path={config.path!r}: its weights have no vision tower, which {hf_config.model_type} needs"
+        )
+    return AutoModelForCausalLM
+
+
+def _has_tower(folder: Path) -> bool:
+    """Whether the weights in the folder have a vision tower; True if they are not in safetensors files."""
+    names: set[str] = set()
+    for file in safetensors_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            names.update(key for key in tensors.keys())  # noqa: SIM118
+    return not names or any("vision" in name or "visual" in name for name in names)
 
 
 def _adapters_to_merge(config: HFModelConfig, key: str) -> dict[str, Adapter]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from lockstep.kernels.exact import same_mode_again
 from lockstep.kernels.ops import HALF, is_plain, linear_float32
 
 LogitsFn = Callable[[Tensor], Tensor]
@@ -126,7 +127,11 @@ def token_log_probs(
     size = _chunk_rows(hidden, logits_fn)
     if len(hidden) <= size:
         return dict(zip(names, chunk(hidden, targets)))
-    again = partial(checkpoint, chunk, use_reentrant=False) if torch.is_grad_enabled() else chunk
+    again = (
+        partial(checkpoint, chunk, use_reentrant=False, context_fn=same_mode_again)
+        if torch.is_grad_enabled()
+        else chunk
+    )
     pieces = [again(h, y) for h, y in zip(hidden.split(size), targets.split(size))]
     return {name: torch.cat(parts) for name, parts in zip(names, zip(*pieces))}
 

@@ -11,7 +11,8 @@ import copy
 import logging
 import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,9 +27,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lockstep.config.model import HFModelConfig
 from lockstep.kernels.ops import Adapter
 from lockstep.models.attention_variants import PackedIndexer
+from lockstep.models.decoder import decoder_of
 from lockstep.models.four_bit import is_4bit
 from lockstep.models.state_mixer import DIRECT_WEIGHTS
 from lockstep.models.token_models import TokenModel
+from lockstep.models.vision import is_vision
 from lockstep.utils.distributed import current_rank
 from lockstep.utils.model_path import is_adapter, local_model_folder, locate_model
 
@@ -273,14 +276,19 @@ def _targets(model: TokenModel, config: HFModelConfig, key: str) -> str | list[s
                 f"{key}.target_modules: {', '.join(named)} of {type(transformer).__name__} is in the indexer, which only picks "
                 "keys: an adapter there gets no gradient; leave it out"
             )
+        if isinstance(config.target_modules, list) and is_vision(transformer.config):
+            return _in_language_model(transformer, config.target_modules, f"{key}.target_modules")
         return config.target_modules
     head = transformer.get_output_embeddings()
+    is_seeing = is_vision(transformer.config)
     linears = {
         path.rpartition(".")[2]
-        for path, module in transformer.named_modules()
+        for path, module in (decoder_of(transformer) if is_seeing else transformer).named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
     left_out = {name for name in linears if name in none | untrained or _means_experts([name], transformer)}
+    if is_seeing:
+        return _in_language_model(transformer, sorted(linears - left_out), f"{key}.target_modules")
     if not left_out and not _means_experts("all-linear", transformer):
         return "all-linear"
     if current_rank() == 0:
@@ -289,6 +297,19 @@ def _targets(model: TokenModel, config: HFModelConfig, key: str) -> str | list[s
             "LoRA: adapters of %s are on %s; left out wherever they are: %s", type(transformer).__name__, *found
         )
     return sorted(linears - left_out)
+
+
+def _in_language_model(transformer: PreTrainedModel, names: Sequence[str], key: str) -> str:
+    """A regular expression of the layers of these names in the language model of a vision model, for peft."""
+    decoder = decoder_of(transformer)
+    prefix = next(path for path, module in transformer.named_modules() if module is decoder)
+    own = {path.rpartition(".")[2] for path, module in decoder.named_modules() if isinstance(module, nn.Linear)}
+    if unknown := sorted(set(names) - own):
+        raise ValueError(
+            f"{key}: {', '.join(unknown)} is no linear layer of the language model of {type(transformer).__name__}, whose linear "
+            f"layers are {', '.join(sorted(own))}; a regular expression of whole paths selects layers of its vision tower"
+        )
+    return rf"{re.escape(prefix)}\..*\.({'|'.join(map(re.escape, names))})"
 
 
 def _indexer_layers(transformer: nn.Module) -> set[str]:

@@ -13,13 +13,20 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lockstep.models.decoder_layer import reference_layers
+from lockstep.models.decoder_layer import reference_layers, use_reference_layers
+from lockstep.models.known_models import of_language_model
 from lockstep.models.split_weights import whole_weights
+from lockstep.models.vision import own_inputs
+from lockstep.protocol.images import IMAGES, ImageInputs
+from lockstep.protocol.tokens import image_column
 
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
 """Largest mean difference that counts as rounding, relative to the scale of the log-probs or values."""
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 4, 12
+
+DEFINITE_HEADS = 8
+"""Heads of an index of keys from which there are hardly ties: with random weights one of 2^heads keys has a score of 0 from all."""
 
 
 @contextmanager
@@ -32,14 +39,20 @@ def transformers_forward(model: PreTrainedModel, attention: str = "eager", exper
     before, experts_before = text._attn_implementation, model.get_experts_implementation()
     try:
         if before != attention:
-            model.set_attn_implementation(attention)
+            model.set_attn_implementation(of_language_model(model.config, attention))
         model.set_experts_implementation(experts)
         with reference_layers(model), whole_weights(model):
             yield
     finally:
         if before != attention:
-            model.set_attn_implementation(before)
+            model.set_attn_implementation(of_language_model(model.config, before))
         model.set_experts_implementation(experts_before)
+
+
+def use_transformers_forward(model: PreTrainedModel) -> None:
+    """`transformers_forward` from now on, with the experts' implementation as it is."""
+    model.set_attn_implementation(of_language_model(model.config, "eager"))
+    use_reference_layers(model)
 
 
 @contextmanager
@@ -54,14 +67,17 @@ def refuse_errors(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def reference_log_probs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """log p (L - 1,) float32 of every token after the first of each row, one row at a time."""
+def reference_log_probs(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], images: Sequence[ImageInputs | None] | None = None
+) -> list[Tensor]:
+    """log p (L - 1,) float32 of every token after the first of each row, one row at a time. images: of each row."""
     device = next(model.parameters()).device
     found = []
     with transformers_forward(model):
-        for row in rows:
+        for row, image in zip(rows, images or [None] * len(rows)):
             ids = torch.tensor([list(row)], device=device)
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            inputs = {} if image is None else own_inputs(model, ids, image)
+            logits = model(input_ids=ids, use_cache=False, **inputs).logits[0, :-1].float()
             found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1))
     return found
 
@@ -80,7 +96,21 @@ def refuse_later_tokens(one: Tensor, other: Tensor, model: nn.Module, dtype: tor
         raise ValueError(
             f"{type(model).__name__} is not a causal language model: what it computes for a token changes with later tokens (by "
             f"{error:.2g}). A decoder is needed; of a BERT-like model that is one with is_decoder=true in its config.json"
+            f"{_about_ties(model)}"
         )
+
+
+def _about_ties(model: nn.Module) -> str:
+    """The likely cause of a difference, of indexed attention with few heads in its scorer."""
+    text: Any = getattr(model, "config", None)
+    num_heads = getattr(text and text.get_text_config(), "index_n_heads", None)
+    if num_heads is None or num_heads >= DEFINITE_HEADS:
+        return ""
+    return (
+        f". Or its index of keys has no definite result: with index_n_heads={num_heads}, keys tie to which every head gives a "
+        f"score of 0, and which of them are picked may change with the length of a row, in transformers too; set index_n_heads to "
+        f"{DEFINITE_HEADS} or more"
+    )
 
 
 def check_log_probs(
@@ -108,6 +138,7 @@ def check_log_probs(
         raise ValueError(
             f"{path} computes {type(model).__name__} differently from transformers: {error:.2g} per token on average in "
             f"{str(dtype).removeprefix('torch.')} (worst: {ours[worst]:.4g} instead of {theirs[worst]:.4g}). {advice}"
+            f"{_about_ties(model)}"
         )
 
 
@@ -149,7 +180,7 @@ def without_last(batch: TensorDict) -> TensorDict:
     batch = batch.clone()
     num_kept = (batch["response_mask"].sum(1, keepdim=True) - 1).clamp_min(1)
     batch["response_mask"] *= torch.arange(RESPONSE_LENGTH) < num_kept
-    batch["attention_mask"][:, PROMPT_LENGTH:] = batch["response_mask"]
+    batch["attention_mask"][:, -RESPONSE_LENGTH:] = batch["response_mask"]
     return batch
 
 
@@ -171,4 +202,32 @@ def check_batch(vocab_size: int) -> TensorDict:
             "response_mask": response_mask.long(),
         },
         batch_size=[len(ids)],
+    )
+
+
+def with_images(batch: TensorDict, one: ImageInputs, other: ImageInputs) -> TensorDict:
+    """The rows of `check_batch` with images before their prompts: `one` in the first two, none in the third."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    ids = torch.where(ids == one.token_id, (ids + 1) % one.token_id, ids)
+    images = [one, one, None, other]
+    num_tokens = [0 if image is None else sum(image.num_tokens) for image in images]
+    width = max(num_tokens)
+    rows, masks = [], []
+    for row, number in enumerate(num_tokens):
+        start = int(mask[row].argmax())  # the prompt is padded on the left
+        rows.append(
+            torch.cat((torch.zeros(start + width - number), torch.full((number,), one.token_id), ids[row, start:]))
+        )
+        masks.append(torch.cat((torch.zeros(start + width - number), torch.ones(number), mask[row, start:])))
+    ids, mask = torch.stack(rows).long(), torch.stack(masks).long()
+    return TensorDict(
+        {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
+            "responses": ids[:, -RESPONSE_LENGTH:],
+            "response_mask": batch["response_mask"],
+            IMAGES: image_column(images),
+        },
+        batch_size=batch.batch_size,
     )

@@ -11,13 +11,14 @@ The trainer's module may be sharded, hooked and checkpointing its activations; t
 import copy
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.models.four_bit import has_4bit_linears, is_4bit, use_4bit_linears
-from lockstep.models.known_models import install_decoder_layers
+from lockstep.models.known_models import install_decoder_layers, of_language_model
 from lockstep.models.lora import copy_adapters
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import copy_rope
@@ -27,9 +28,11 @@ from lockstep.utils.tensor_places import named
 
 def rollout_module(model: PreTrainedModel) -> PreTrainedModel:
     """A module of the same architecture whose parameters hold no memory yet."""
+    config = copy.deepcopy(model.config)
+    text: Any = config.get_text_config()
     with torch.device("meta"):
         module = type(model)._from_config(
-            copy.deepcopy(model.config), attn_implementation=model.config._attn_implementation
+            config, attn_implementation=of_language_model(config, text._attn_implementation)
         )
     install_decoder_layers(module)
     copy_rope(model, module)

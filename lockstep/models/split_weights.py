@@ -26,6 +26,7 @@ from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.four_bit import has_4bit_linears
 from lockstep.models.state_layer import StateLayer
 from lockstep.models.tensor_group import TensorGroup
+from lockstep.models.vision import is_vision
 
 KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 
@@ -205,6 +206,11 @@ def check_sizes(model: PreTrainedModel, size: int) -> None:
     if any(isinstance(module, StateLayer) for module in model.modules()) or any(layer.form.gate for layer in layers):
         raise ValueError(
             f"{KEY}={size}: {name} has layers with a state or gated attention, which the embedded engine cannot split; set 1, or "
+            "actor_rollout_ref.rollout.name=vllm"
+        )
+    if is_vision(model.config):
+        raise ValueError(
+            f"{KEY}={size}: {name} has a vision tower, which the embedded engine cannot split; set 1, or "
             "actor_rollout_ref.rollout.name=vllm"
         )
     if not layers:

@@ -1,7 +1,7 @@
 """The layer with a state (Gated DeltaNet): norm, mixer, gated MLP on a residual stream. Training and decoding, CPU and CUDA.
 
-    stream ─► norm ─► q, k, v, b, a, z (one product) ─► context.mix: convolution, delta rule ─► norm, gate z ─► stream += out_proj
-           ─► norm ─► gate, up (one product) ─► activation(gate) * up                                      ─► stream += down_proj
+    stream ─► norm ─► q, k, v, b, a, z (one product) ─► context.mix: convolution, delta rule ─► silu(z) * norm ─► stream += out_proj
+           ─► norm ─► gate, up (one product) ─► activation(gate) * up                                         ─► stream += down_proj
 
 `StateLayer` is to layers with a state what `DecoderLayer` (`models/decoder_layer.py`) is to layers with attention: it computes with
 the children of the transformers layer that it replaces. What differs between architectures is in `StateForm`, of which
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.ops import NormKind, add_linear, joint_linear
+from lockstep.kernels.activation_memory import state_layer_bytes
+from lockstep.kernels.ops import NormKind, gated_linear, joint_linear, linear_and_adapter, norm
 from lockstep.models.attention import AttentionContext, require_context
-from lockstep.models.gated_delta import gated_delta
-from lockstep.models.stream_layer import StreamLayer
+from lockstep.models.gated_delta import gated_delta, trains_with_kernels
+from lockstep.models.stream_layer import StreamLayer, norm_eps
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,23 @@ class StateLayer(StreamLayer):
             out: Tensor = self.reference(hidden_states, **options)
             return out
         x, stream = self._norm_stream("input_layernorm", hidden_states.float())
-        stream = add_linear(stream, self._mix(x, lockstep_context), self.linear_attn.out_proj)
+        stream = gated_linear(self._mix(x, lockstep_context), self.linear_attn.out_proj, "silu", stream)
         return self._mlp(*self._norm_stream("post_attention_layernorm", stream))
 
+    def activation_bytes(self, num_tokens: int, itemsize: int) -> int | None:
+        """None without the kernels of flash-linear-attention, or if modules compute it their own way."""
+        mixer = self.linear_attn
+        is_known = self.activation is not None and linear_and_adapter(mixer.out_proj) is not None
+        if not is_known or itemsize != 2 or not trains_with_kernels():
+            return None
+        keys = mixer.num_v_heads * mixer.head_k_dim
+        inner = self.config.get_text_config().intermediate_size
+        return state_layer_bytes(
+            num_tokens, self.width, keys, mixer.num_v_heads, mixer.value_dim, mixer.conv_dim, inner, itemsize
+        )
+
     def _mix(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """x (B, T, E) -> (B, T, HV * DV), before the output projection."""
+        """x (B, T, E) -> (B, T, 2 HV * DV): the gate z, and what it gates before the output projection."""
         mixer = self.linear_attn
         projected = joint_linear(x, [getattr(mixer, name) for name in self.form.projections])
         inputs, z = (
@@ -71,9 +84,8 @@ class StateLayer(StreamLayer):
             else projected.split((mixer.conv_dim + 2 * mixer.num_v_heads, mixer.value_dim), -1)
         )
         mixed = context.mix(mixer, gated_delta(mixer, inputs), inputs)
-        mixed, z = (t.unflatten(-1, (-1, mixer.head_v_dim)) for t in (mixed, z))
-        out: Tensor = mixer.norm(mixed, z)
-        return out.flatten(2)
+        mixed = norm(mixed.unflatten(-1, (-1, mixer.head_v_dim)), mixer.norm.weight, norm_eps(mixer.norm), "rms")
+        return torch.cat((z, mixed.flatten(2)), -1)
 
     def _by_key_head(self, projected: Tensor) -> tuple[Tensor, Tensor]:
         """q, k, v, b, a of all heads, and z; see `StateForm.by_key_head`."""

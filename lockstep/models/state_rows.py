@@ -122,6 +122,16 @@ class PackedCore(Protocol):
         """x (1, T, C): tokens of N rows one after another, states of N rows -> (1, T, C')."""
 
 
+@runtime_checkable
+class InPlaceCore(Protocol):
+    """A core that also has a form for one token per row on states that stay where they are."""
+
+    def __call__(self, rows: Tensor, states: RowStates) -> Tensor: ...
+
+    def step_in_place(self, rows: Tensor, tensors: Mapping[StateName, Tensor], slots: Tensor) -> Tensor:
+        """rows (N, 1, C) after others, tensors (slots, …), slots (N,) of the rows' states -> (N, 1, C'), without a gradient."""
+
+
 class RowBounds:
     """N rows that lie one after another. bounds: (N + 1,) int64, where they begin and end."""
 
@@ -130,6 +140,7 @@ class RowBounds:
         self._bounds = bounds
         self._device = device
         self._spaced: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._last_tokens: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = {}
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -137,6 +148,40 @@ class RowBounds:
     @property
     def num_tokens(self) -> int:
         return int(self._bounds[-1])
+
+    @cached_property
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """(T,) int32: tokens of its row before each, and its row."""
+        lengths = np.diff(self._bounds)
+        row = np.arange(len(self)).repeat(lengths)
+        age = np.arange(self.num_tokens) - self._bounds[row]
+        of_age, of_row = (torch.from_numpy(array.astype(np.int32)) for array in (age, row))
+        return to_device(of_age, self._device), to_device(of_row, self._device)
+
+    def last_inputs(self, x: Tensor, before: Tensor | None, width: int) -> Tensor:
+        """The last `width` inputs of each row, x (T, C) -> (N, C, width). before: (N, C, width) those before the rows, or zeros."""
+        token, is_own, column = self._last(width)
+        last = x.index_select(0, token).unflatten(0, (len(self), width)).transpose(1, 2)
+        if is_own is None or column is None:
+            return last
+        if before is None:
+            return last * is_own
+        return torch.where(is_own, last, before.to(x.dtype).gather(2, column.expand_as(before)))
+
+    def _last(self, width: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(N * width,) the last tokens of each row. If a row is shorter: (N, 1, width) which are its own, and where the others are
+        among the inputs before it."""
+        if width not in self._last_tokens:
+            lengths = np.diff(self._bounds)
+            token = self._bounds[1:, None] - width + np.arange(width)
+            is_own = token >= self._bounds[:-1, None]
+            column = (np.arange(width) + lengths[:, None]).clip(max=width - 1)
+            rest = (None, None) if is_own.all() else (self._put(is_own)[:, None], self._put(column)[:, None])
+            self._last_tokens[width] = self._put(token.clip(0).ravel()), *rest
+        return self._last_tokens[width]
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return to_device(torch.from_numpy(array), self._device)
 
     def spaced(self, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """With `width` places before each row: (T,) the place of each token, (N * width,) these places, and the last of each row.

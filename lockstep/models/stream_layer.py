@@ -5,7 +5,7 @@
 
 from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.kernels.ops import Activation, NormKind, gated_linear, joint_linear, norm, norm_stream
@@ -58,10 +58,13 @@ class StreamLayer(GradientCheckpointingLayer):
             out = mlp(x)
             out = self._sum(out[0] if isinstance(out, tuple) else out)
             return out if stream is None else stream + out
-        names = ("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else ("gate_proj", "up_proj")
-        gate_up = joint_linear(x, [getattr(mlp, name) for name in names])
+        gate_up = joint_linear(x, self._gate_up())
         own_stream = None if stream is None else self._once(stream)
         return self._sum(gated_linear(gate_up, mlp.down_proj, self.activation, own_stream))
+
+    def _gate_up(self) -> list[nn.Module]:
+        names = ("gate_up_proj",) if hasattr(self.mlp, "gate_up_proj") else ("gate_proj", "up_proj")
+        return [getattr(self.mlp, name) for name in names]
 
     def _once(self, stream: Tensor) -> Tensor:
         """The stream as this rank's share of it: the sum over ranks contains it once."""

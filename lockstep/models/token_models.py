@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lockstep.kernels.exact import exact_mode
 from lockstep.models.attention import no_mask
 from lockstep.models.decoder import decoder_of
 from lockstep.models.log_probs import token_log_probs, vocabulary_head
 from lockstep.models.packing import ForwardRows
 from lockstep.models.router_replay import RouterOutputs, RouteUse, Routing, balance_loss
+from lockstep.models.vision import embed_images, image_features, own_inputs, with_tower_in_graph
 
 
 class TokenModel(nn.Module):
@@ -52,9 +54,17 @@ class PolicyModel(TokenModel):
         return name.removeprefix("model.")
 
     def forward(
-        self, rows: ForwardRows, *, routes: RouteUse | None = None, router_loss: bool = False, **options: Any
+        self,
+        rows: ForwardRows,
+        *,
+        routes: RouteUse | None = None,
+        router_loss: bool = False,
+        exact: bool = False,
+        **options: Any,
     ) -> dict[str, Tensor]:
         """Results (B, R) of `token_log_probs`, whose options are `options`.
+
+        exact:  whether the log-probs of a row must not depend on other rows (`kernels/exact.py`).
 
         routes: record adds `routed_experts` (B, S, L, K), the experts of each row's tokens by position. replay computes with those
                 of the batch; replay and compare add `route_mismatch` (B, R), the share of routers that would choose others.
@@ -62,7 +72,8 @@ class PolicyModel(TokenModel):
         """
         if self.routing is None:
             assert routes is None and not router_loss, "the model was opened without access to its routers"
-            return self._log_probs(rows, **options)
+            with exact_mode(exact):
+                return self._log_probs(rows, **options)
         if routes is None and not router_loss:
             self.routing.reset()
             return self._log_probs(rows, **options)
@@ -73,11 +84,10 @@ class PolicyModel(TokenModel):
 
     def _log_probs(self, rows: ForwardRows, **options: Any) -> dict[str, Tensor]:
         if rows.context is None:  # the model's own forward and head
-            calls = (self.model(input_ids=ids, use_cache=False) for ids in rows.own_batches())
-            logits = [out.logits.flatten(0, 1) for out in calls]
-            flat = token_log_probs(torch.cat(logits)[rows.predicts], rows.targets, torch.Tensor.float, **options)
+            logits = _own_outputs(self.model, rows, "logits")
+            flat = token_log_probs(logits[rows.predicts], rows.targets, torch.Tensor.float, **options)
         else:
-            hidden = _hidden_states(decoder_of(self.model), rows)
+            hidden = _hidden_states(self.model, rows)
             predicting = hidden.index_select(0, rows.predicts)
             flat = token_log_probs(predicting, rows.targets, vocabulary_head(self.model), **options)
         return {name: rows.spread(values) for name, values in flat.items()}
@@ -129,13 +139,30 @@ def _router_results(
     return results
 
 
-def _hidden_states(body: nn.Module, rows: ForwardRows) -> Tensor:
+def _own_outputs(model: Any, rows: ForwardRows, name: str) -> Tensor:
+    """(T, …) an output of the model's own forward."""
+    outputs = []
+    for ids, images, num_prompt_tokens in rows.own_batches():
+        inputs = {} if images is None else own_inputs(model, ids, images, num_prompt_tokens)
+        outputs.append(getattr(model(input_ids=ids, use_cache=False, **inputs), name).flatten(0, 1))
+    found = torch.cat(outputs)
+    return found if rows.images is None else with_tower_in_graph(model, found)
+
+
+def _hidden_states(model: Any, rows: ForwardRows) -> Tensor:
     """(T, H) of packed tokens, or (B * L, H) of padded rows."""
     if rows.context is None:  # the model's own forward
-        calls = (body(input_ids=ids, use_cache=False) for ids in rows.own_batches())
-        return torch.cat([out.last_hidden_state.flatten(0, 1) for out in calls])
-    out = body(
-        input_ids=rows.input_ids,
+        return _own_outputs(model, rows, "last_hidden_state")
+    inputs: dict[str, Any] = {"input_ids": rows.input_ids}
+    if rows.images is not None:
+        features = None
+        if rows.images:
+            assert rows.features is not None
+            features = image_features(model, rows.images).take(rows.features)
+        inputs = embed_images(model, rows.input_ids, features, rows.image_token)
+        inputs["inputs_embeds"] = with_tower_in_graph(model, inputs["inputs_embeds"])
+    out = decoder_of(model)(
+        **inputs,
         position_ids=rows.position_ids,
         attention_mask=no_mask(rows.input_ids.device),
         use_cache=False,

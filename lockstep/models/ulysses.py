@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.models.attention import AttentionContext, LayerOptions
+from lockstep.models.attention import AttentionContext
+from lockstep.models.layer_options import LayerOptions
 from lockstep.models.state_rows import StateCore
 
 

@@ -24,7 +24,7 @@ KEYS = {False: "trainer.rollout_data_dir", True: "trainer.validation_data_dir"}
 """Whether it is about validation -> the key that selects the dump folder."""
 
 MAIN_COLUMNS = {"input", "output", "gts", "score", "step", "uid", "index", "length", "advantage", "finish_reason"}
-MAIN_COLUMNS |= {"messages", "data_source", "reward_failed", "non_finite"}
+MAIN_COLUMNS |= {"messages", "data_source", "reward_failed", "non_finite", "images"}
 """Columns of a dump that are shown in their own place."""
 
 

@@ -111,7 +111,7 @@ def page(
     extras = _extras(rows)
     for group in shown:
         yield ""
-        yield from _group_lines(group, len(groups), chars, extras, tokens or {})
+        yield from _group_lines(group, len(groups), chars, extras, tokens or {}, path.parent)
     if len(shown) < len(groups):
         yield ""
         yield f"{len(shown)} of {len(groups)} groups; --show 0 shows all, --group K one of them in full"
@@ -128,13 +128,16 @@ def _is_zero_count(value: Any) -> bool:
 
 
 def _group_lines(
-    group: Group, num_groups: int, chars: int, extras: Sequence[str], tokens: Mapping[int, RowTokens]
+    group: Group, num_groups: int, chars: int, extras: Sequence[str], tokens: Mapping[int, RowTokens], folder: Path
 ) -> Iterator[str]:
     first = group.rows[0]
     index = f" | row {first['index']} of the data" if first.get("index") is not None else ""
     source = f" | {one_line(first['data_source'], 60)}" if first.get("data_source") else ""
     yield f"group {group.number} of {num_groups}{index}{source} | score {format_number(group.mean('score'))}"
     yield from _indented(first["input"], chars, "  ")
+    images = first.get("images")
+    for name in images if isinstance(images, list) else ():
+        yield f"  image: {printable(str(folder / str(name)))}"
     if first.get("gts") not in (None, ""):
         yield f"  expected: {one_line(first['gts'], chars or 10**9)}"
     for number, (row, line) in enumerate(zip(group.rows, group.lines), start=1):

@@ -40,8 +40,14 @@ def four_bit_base(model: HFModelConfig, shape: ModelShape) -> FourBitBase | None
     """None if the base is in the compute dtype. Experts stay in it: their weights are not linear layers in transformers."""
     if not model.load_in_4bit:
         return None
-    sizes = [inputs * outputs for inputs, outputs in _linear_layers(shape).values()]
-    return FourBitBase(shape.layers * sum(sizes), max(sizes))
+    largest = max(inputs * outputs for inputs, outputs in _linear_layers(shape).values())
+    return FourBitBase(linear_parameters(shape), largest)
+
+
+def linear_parameters(shape: ModelShape) -> int:
+    """Weights of the decoder's linear layers."""
+    linears = _linear_layers(shape).items()
+    return sum(_num_layers(shape, name) * inputs * outputs for name, (inputs, outputs) in linears)
 
 
 def adapters_of(model: HFModelConfig, shape: ModelShape) -> Adapters | None:
@@ -58,7 +64,7 @@ def adapters_of(model: HFModelConfig, shape: ModelShape) -> Adapters | None:
         and not (model.exclude_modules and _matches(name, model.exclude_modules))
     }
     return Adapters(
-        parameters=shape.layers * model.lora_rank * sum(map(sum, chosen.values())),
+        parameters=model.lora_rank * sum(_num_layers(shape, name) * sum(sizes) for name, sizes in chosen.items()),
         layer_entries=model.lora_rank * len(chosen),
         moved_entries=sum(inputs + 2 * outputs for inputs, outputs in chosen.values()),
     )
@@ -72,7 +78,16 @@ def _linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
     if shape.experts == 1:
         found |= {"mlp.gate_proj": (width, shape.inner), "mlp.up_proj": (width, shape.inner)}
         found["mlp.down_proj"] = (shape.inner, width)
+    if shape.state is not None:  # transformers has some of the input projections in several layers
+        found["linear_attn.in_proj"] = (width, shape.state.projected)
+        found["linear_attn.out_proj"] = (shape.state.inner, width)
     return found
+
+
+def _num_layers(shape: ModelShape, name: str) -> int:
+    """Decoder layers that have a linear layer of this name."""
+    counts = {"self_attn": shape.counts.attention, "mlp": shape.counts.mlp, "linear_attn": shape.counts.state}
+    return counts[name.partition(".")[0]]
 
 
 def _matches(name: str, modules: str | Sequence[str]) -> bool:

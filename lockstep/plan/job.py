@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.actor_rollout_ref import RolloutConfig, max_expected_gap
 from lockstep.config.engines import ROLLOUT_ENGINES, RolloutEngineInfo
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig, TrainEngineConfig
 from lockstep.config.old_log_probs import old_log_probs_source
@@ -35,6 +35,7 @@ class Rollout:
     utilization:  share of a device's memory that weights and KV cache may use.
     engine:       what it can do.
     sleeps:       the memory of an engine with its own copy of the weights is free while it does not generate.
+    quantizes:    it keeps copies of the linear layers' weights in 8 bits.
     """
 
     tensor_parallel: int
@@ -45,6 +46,7 @@ class Rollout:
     utilization: float
     engine: RolloutEngineInfo
     sleeps: bool = False
+    quantizes: bool = False
 
 
 NO_ROLLOUT = Rollout(
@@ -76,6 +78,10 @@ class Job:
 
     def model(self, role: str) -> Model:
         return next(model for model in self.models if model.role == role)
+
+    def kv_bytes(self, model: Model) -> int:
+        """KV cache of one token on a rank of the rollout."""
+        return model.shape.kv_bytes(model.compute, self.rollout.tensor_parallel, is_cpu=self.device.is_cpu)
 
 
 def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: ShapeOf) -> Job:
@@ -234,6 +240,7 @@ def _rollout(config: RolloutConfig, sequences: int, lengths: Lengths, device: De
         utilization=config.gpu_memory_utilization,
         engine=ROLLOUT_ENGINES.info(config.name),
         sleeps=config.free_cache_engine and not device.is_cpu,
+        quantizes=max_expected_gap(config) is not None,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE, STREAM_BYTES
+from lockstep.plan.adapters import linear_parameters
 from lockstep.plan.job import Job
 from lockstep.plan.layouts import layers
 from lockstep.plan.model import Model, Resident
@@ -28,7 +29,7 @@ UPDATES = {"critic": "update critic", "model": "update"}
 """Role -> the phase that trains it, if it is not an actor."""
 FIXED = (
     *("weights", "moments", "weights of other models", "weights for decoding", "gradients", "gathered layers"),
-    *("dequantised weight", "gradients between updates", "gradient buckets"),
+    *("weights in 8 bits", "dequantised weight", "gradients between updates", "gradient buckets"),
 )
 """Parts that do not depend on the lengths of prompts and responses."""
 
@@ -75,7 +76,7 @@ def cached_tokens(job: Job, memory: list[Phase]) -> int:
     """Tokens that the KV cache of a rollout engine holds."""
     phase = next(phase for phase in memory if phase.name == "generate")
     model = job.model(phase.role)
-    return int(phase.parts.get("KV cache", 0.0) / model.shape.kv_bytes(model.compute, job.rollout.tensor_parallel))
+    return int(phase.parts.get("KV cache", 0.0) / job.kv_bytes(model))
 
 
 def missing_cache(job: Job, memory: list[Phase]) -> float:
@@ -84,7 +85,7 @@ def missing_cache(job: Job, memory: list[Phase]) -> float:
     if phase is None:
         return 0.0
     model = job.model(phase.role)
-    sequence = job.lengths.total * model.shape.kv_bytes(model.compute, job.rollout.tensor_parallel)
+    sequence = job.lengths.total * job.kv_bytes(model)
     return max(0.0, sequence - phase.parts.get("KV cache", 0.0))
 
 
@@ -104,6 +105,8 @@ def _between(job: Job, active: Model, activity: Activity) -> dict[str, float]:
         parts["gradients between updates"] += own.gradients
         if model.decodes and _has_weights_for_decoding(job, model, decodes=decodes):
             parts["weights for decoding"] = _copy_for_decoding(job, model)
+        if model.decodes and job.rollout.quantizes:
+            parts["weights in 8 bits"] = linear_parameters(model.shape)
     return parts
 
 
@@ -138,21 +141,32 @@ def _resident(model: Model, *, is_active: bool, updates: bool) -> Resident:
     return model.layout.resident(model, is_active=is_active, updates=updates)
 
 
+def _states(job: Job, model: Model, room: float) -> float:
+    """Slots of the sequences that decode together, and one for rows of none; at most half of the room for states and KV cache."""
+    slot = model.shape.state_bytes(model.compute, job.rollout.tensor_parallel)
+    if not slot:
+        return 0.0
+    return min((job.rollout.concurrent + 1) * slot, max(2, room / 2 // slot) * slot)
+
+
 def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
     """others: bytes on the device besides what this adds. The KV cache takes what is left of its share and of the device."""
     shape, rollout = model.shape, job.rollout
     one_layer = (2 * shape.active_experts * shape.inner + 4 * shape.width) * model.compute + shape.width * STREAM_BYTES
-    ranks, one_token = rollout.tensor_parallel, shape.kv_bytes(model.compute, rollout.tensor_parallel)
+    ranks, one_token = rollout.tensor_parallel, job.kv_bytes(model)
     weights: float = model.compute * shape.parameters
     if rollout.engine.takes_adapters:
         weights = model.compute * model.num_wide + model.four_bit_bytes
+    weights += linear_parameters(shape) if rollout.quantizes else 0
     share = rollout.utilization * job.device.memory - weights / ranks
     room, wanted = min(share, CACHE_SHARE_OF_FREE * (job.device.memory - others)), rollout.cache_tokens * one_token
-    cache = min(wanted, max(room, job.lengths.total * one_token))
+    states = _states(job, model, room)
+    cache = min(wanted, max(room - states, job.lengths.total * one_token))
     if rollout.engine.fills_memory and not job.device.is_cpu:
-        cache = max(0.0, share)
+        cache = max(0.0, share - states)
     return {
         "KV cache": cache,
+        "states": states,
         "activations": max(rollout.prefill_tokens, rollout.concurrent) * one_layer,
         "logits": 2 * rollout.concurrent * shape.vocabulary * 4,
         "dequantised weight": layers.dequantised(model) if rollout.engine.takes_adapters else 0.0,

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 from lockstep.config.model import TrainEngineConfig
+from lockstep.kernels.activation_memory import STREAM_BYTES
 from lockstep.plan.adapters import Adapters, FourBitBase
 from lockstep.plan.batch_units import BatchUnits
 from lockstep.plan.hardware import Device
@@ -91,6 +92,13 @@ class Model:
         if self.four_bit is not None:  # its modules keep the activated gate and its product with up, too
             entries += 2 * self.shape.active_experts * self.shape.inner
         return self.shape.activation_bytes(num_tokens, self.compute) + num_tokens * entries * self.compute
+
+    def gradient_bytes(self, num_tokens: int) -> int:
+        """What the backward of one layer holds at most besides what the forward kept: the gradients of the stream, and of gate, up
+        and their product."""
+        shape = self.shape
+        entries = 3 * shape.active_experts * shape.inner + shape.width
+        return num_tokens * (entries * self.compute + shape.width * STREAM_BYTES)
 
 
 class TrainLayout(ABC):

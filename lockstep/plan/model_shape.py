@@ -9,17 +9,24 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.kernels.activation_memory import layer_bytes
+from lockstep.plan.state_layers import LayerCounts, StateLayer, layer_counts, state_layer, with_plain_keys
 
 _TIED_BY_DEFAULT = ("gemma", "cohere")
 _WITH_QKV_BIAS = ("qwen2",)
-_WITH_QK_NORM = ("qwen3", "gemma3", "olmo2", "olmo3")
+_WITH_QK_NORM = ("qwen3", "gemma3", "olmo2", "olmo3", "lfm2")
+_WITH_OUTPUT_GATE = ("qwen3_next", "qwen3_5")
+_WITHOUT_MLP_GATE = ("nemotron_h",)
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes per layer; a model with experts has `experts` MLPs of size `inner`, of which a token uses `active_experts`.
 
-    shared_experts: of these, those that every token uses.
+    counts:         layers that attend, that have a state, and that have an MLP: all, none and all in most models.
+    shared_experts: of the experts, those that every token uses.
+    state:          of a recurrent or hybrid model.
+    kv_entries:     a key and a value of one head.
+    latent:         entries of a token's latent and rope key, from which keys and values are expanded (MLA); 0 if there is none.
     """
 
     model_type: str
@@ -27,13 +34,17 @@ class ModelShape:
     width: int
     inner: int
     layers: int
+    counts: LayerCounts
     heads: int
     key_heads: int
     head_dim: int
     tied: bool
+    kv_entries: int
+    latent: int = 0
     experts: int = 1
     active_experts: int = 1
     shared_experts: int = 0
+    state: StateLayer | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelShape":
@@ -42,7 +53,7 @@ class ModelShape:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
         """config: the content of config.json; ValueError if it has no decoder sizes."""
-        text = {**config, **config.get("text_config", {})}
+        text = with_plain_keys({**config, **config.get("text_config", {})})
         model_type = str(text.get("model_type", "unknown"))
 
         def size(*names: str, default: int | None = None) -> int:
@@ -54,20 +65,33 @@ class ModelShape:
         width, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", "n_heads")
         experts = size("num_experts", "num_local_experts", "n_routed_experts", default=0)
         inner = size("intermediate_size", "n_inner", "ffn_dim", default=4 * width)
-        shared = size("n_shared_experts", default=0)
+        expert = size("moe_intermediate_size", default=inner)
+        shared = size(
+            "n_shared_experts", default=math.ceil(size("shared_expert_intermediate_size", default=0) / expert)
+        )
+        kinds = text.get("layers_block_type") or text.get("hybrid_override_pattern")  # which has no number of layers
+        layers = size("num_hidden_layers", "n_layer", "n_layers", default=len(kinds) if kinds else None)
+        state = state_layer(text, width)
+        head_dim = size("head_dim", default=width // heads)
+        rank, rope = size("kv_lora_rank", default=0), size("qk_rope_head_dim", default=0)
+        expanded = size("qk_nope_head_dim", default=0) + rope + size("v_head_dim", default=0)
         return cls(
             model_type=model_type,
             vocabulary=size("vocab_size"),
             width=width,
-            inner=size("moe_intermediate_size", default=inner) if experts else inner,
-            layers=size("num_hidden_layers", "n_layer", "n_layers"),
+            inner=expert if experts else inner,
+            layers=layers,
+            counts=LayerCounts(layers, 0, layers) if state is None else layer_counts(text, layers),
             heads=heads,
             key_heads=size("num_key_value_heads", default=heads),
-            head_dim=size("head_dim", default=width // heads),
+            head_dim=head_dim,
+            kv_entries=expanded if rank else 2 * head_dim,
+            latent=rank + rope if rank else 0,
             tied=bool(text.get("tie_word_embeddings", model_type.startswith(_TIED_BY_DEFAULT))),
-            experts=max(experts, 1) + shared,
+            experts=experts + shared if experts else 1,
             active_experts=size("num_experts_per_tok", default=1) + shared if experts else 1,
             shared_experts=shared if experts else 0,
+            state=state,
         )
 
     @property
@@ -75,11 +99,12 @@ class ModelShape:
         queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
         bias = queries + 2 * keys if self.model_type.startswith(_WITH_QKV_BIAS) else 0
         norms = 2 * self.head_dim if self.model_type.startswith(_WITH_QK_NORM) else 0
-        return 2 * self.width * (queries + keys) + bias + norms
+        gate = self.width * queries if self.model_type.startswith(_WITH_OUTPUT_GATE) else 0
+        return 2 * self.width * (queries + keys) + gate + bias + norms
 
     @property
     def mlp_parameters(self) -> int:
-        return 3 * self.width * self.inner
+        return (2 if self.model_type in _WITHOUT_MLP_GATE else 3) * self.width * self.inner
 
     @property
     def routed_experts(self) -> int:
@@ -92,12 +117,29 @@ class ModelShape:
 
     @property
     def norm_parameters(self) -> int:
-        return 2 * self.width
+        """Of a layer: before its mixer and before its MLP, if it has both."""
+        return self.width if self.model_type in _WITHOUT_MLP_GATE else 2 * self.width
+
+    @property
+    def mixer_parameters(self) -> float:
+        """Attention and states of a layer, on average."""
+        states = 0 if self.state is None else self.counts.state * self.state.parameters
+        return (self.counts.attention * self.attention_parameters + states) / self.layers
+
+    @property
+    def mlp_share(self) -> float:
+        """Share of the layers that have an MLP."""
+        return self.counts.mlp / self.layers
 
     @cached_property
     def layer_parameters(self) -> int:
-        mlps = self.experts * self.mlp_parameters
-        return self.attention_parameters + mlps + self.router_parameters + self.norm_parameters
+        """On average, rounded."""
+        return round(self._all_layer_parameters / self.layers)
+
+    @cached_property
+    def _all_layer_parameters(self) -> int:
+        mlps = self.counts.mlp * (self.experts * self.mlp_parameters + self.router_parameters)
+        return round(self.layers * self.mixer_parameters) + mlps + self.layers * self.norm_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -105,18 +147,31 @@ class ModelShape:
 
     @cached_property
     def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.head_parameters * (1 if self.tied else 2) + self.width
+        return self._all_layer_parameters + self.head_parameters * (1 if self.tied else 2) + self.width
 
     @property
-    def active_layer_parameters(self) -> int:
-        """Parameters of a layer that one token is multiplied with."""
-        return self.attention_parameters + self.active_experts * self.mlp_parameters
+    def active_layer_parameters(self) -> float:
+        """Parameters of a layer that one token is multiplied with, and entries of its state, on average."""
+        states = 0.0 if self.state is None else self.counts.state * self.state.products / self.layers
+        return self.mixer_parameters + states + self.mlp_share * self.active_experts * self.mlp_parameters
 
-    def kv_bytes(self, itemsize: int, ranks: int = 1) -> int:
-        """KV cache of one token, on each of the `ranks` that split its heads; with more ranks than heads, several have the same."""
-        return 2 * self.layers * math.ceil(self.key_heads / ranks) * self.head_dim * itemsize
+    def kv_bytes(self, itemsize: int, ranks: int = 1, *, is_cpu: bool = False) -> int:
+        """KV cache of one token, on each of the `ranks` that split its heads; with more ranks than heads, several have the same.
+
+        is_cpu: latents are cached as they are, on CUDA expanded.
+        """
+        if self.latent and is_cpu:
+            return self.counts.attention * self.latent * itemsize
+        return self.counts.attention * math.ceil(self.key_heads / ranks) * self.kv_entries * itemsize
+
+    def state_bytes(self, itemsize: int, ranks: int = 1) -> int:
+        """States of one sequence, on each of the `ranks` that split them; 0 for most models."""
+        return 0 if self.state is None else math.ceil(self.counts.state * self.state.num_bytes(itemsize) / ranks)
 
     def activation_bytes(self, num_tokens: int, itemsize: int) -> int:
         """What the forward of one layer keeps for the backward."""
         heads = (self.heads + self.key_heads) * self.head_dim
+        if self.state is not None:  # of its projections before and after the convolution, and of the gated output
+            entries = (2 * self.state.projected + self.state.inner) // 3
+            heads = (self.counts.attention * heads + self.counts.state * entries) // self.layers
         return layer_bytes(num_tokens, self.width, heads, self.active_experts * self.inner, itemsize)

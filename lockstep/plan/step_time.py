@@ -57,14 +57,18 @@ def transfer_time(device: Device, models: Sequence[Model]) -> float:
 
 
 def fitting_sequences(job: Job, phase: Phase) -> int:
-    """Sequences of average length that the KV cache of `phase` holds, of those that may decode together."""
+    """Sequences of average length that the KV cache and the states of `phase` hold, of those that may decode together."""
     model, rollout = job.model(phase.role), job.rollout
-    cached = phase.parts.get("KV cache", 0.0) / model.shape.kv_bytes(model.compute, rollout.tensor_parallel)
-    return int(min(rollout.concurrent, max(1, cached // (job.lengths.prompt + job.lengths.response / 2))))
+    cached = phase.parts.get("KV cache", 0.0) / job.kv_bytes(model)
+    found = min(rollout.concurrent, max(1, cached // (job.lengths.prompt + job.lengths.response / 2)))
+    if slot := model.shape.state_bytes(model.compute, rollout.tensor_parallel):
+        found = min(found, phase.parts["states"] // slot - 1)
+    return int(found)
 
 
 def _generation(job: Job, phase: Phase) -> float:
-    """Waves of sequences that decode together. Each step reads the weights once and the KV cache of its sequences."""
+    """Waves of sequences that decode together. Each step reads the weights once and the KV cache of its sequences; it reads and
+    writes their states."""
     device, rollout, model = job.device, job.rollout, job.model(phase.role)
     shape, lengths, ranks = model.shape, job.lengths, rollout.tensor_parallel
     concurrent = fitting_sequences(job, phase)
@@ -72,7 +76,7 @@ def _generation(job: Job, phase: Phase) -> float:
     context = lengths.prompt + lengths.response / 2
     weights = model.compute * (shape.layers * _touched_layer(model, concurrent) + shape.head_parameters)
     weights += _dequantising(model) if rollout.engine.takes_adapters else 0.0
-    cache = concurrent * context * shape.kv_bytes(model.compute, ranks)
+    cache = concurrent * (context * job.kv_bytes(model) + 2 * shape.state_bytes(model.compute, ranks))
     products = 2 * concurrent * (shape.layers * shape.active_layer_parameters + shape.head_parameters)
     step = max((weights / ranks + cache) / device.bandwidth, products / ranks / _rate(device, shape.width))
     step += shape.layers * (device.layer_overhead_s + (2 * ALL_REDUCE_S if ranks > 1 else 0.0))
@@ -100,7 +104,7 @@ def _touched_layer(model: Model, num_tokens: float) -> float:
     """Parameters of a layer that a decode step of `num_tokens` tokens reads: with experts, those that any token chose."""
     shape = model.shape
     chosen = shape.experts * (1 - (1 - shape.active_experts / shape.experts) ** num_tokens)
-    return shape.attention_parameters + chosen * shape.mlp_parameters
+    return shape.mixer_parameters + shape.mlp_share * chosen * shape.mlp_parameters
 
 
 def _update(job: Job, model: Model, phase: Phase) -> float:
@@ -123,7 +127,7 @@ def _pass(job: Job, model: Model, units: BatchUnits, recomputed: float | None) -
     passes = 1.0 if recomputed is None else 3 + recomputed
     products = passes if recomputed is None or model.adapters is None else passes - 1
     layers = tokens * shape.layers * 2 * shape.active_layer_parameters * products
-    scores = tokens * shape.layers * shape.heads * lengths.total / 2 * passes
+    scores = tokens * shape.counts.attention * shape.heads * lengths.total / 2 * passes
     attention = max(scores / device.scores, 4 * shape.head_dim * scores / _rate(device, shape.width))
     head = 0 if model.is_scalar else 2 * targets * shape.head_parameters * min(products, 3)
     adapters = 2 * tokens * model.num_adapters * passes

@@ -39,6 +39,7 @@ from lockstep.protocol.columns import (
     union_tensor_dict,
     unpack_tensor,
 )
+from lockstep.protocol.images import IMAGES, column_of_state, column_state
 from lockstep.protocol.ragged import Ragged, RaggedBatch, entries_of, is_ragged, row_numbers
 from lockstep.utils.state_file import from_bytes, to_bytes
 
@@ -417,7 +418,7 @@ class DataProto:
             "batch_size": None if self.batch is None else list(self.batch.batch_size),
             "batch": {k: v.to_state() if isinstance(v, Ragged) else v for k, v in columns.items()},
             "names": names,
-            "non_tensor_batch": self.non_tensor_batch,
+            "non_tensor_batch": {k: column_state(v) if k == IMAGES else v for k, v in self.non_tensor_batch.items()},
             "meta_info": self.meta_info,
         }
 
@@ -427,7 +428,8 @@ class DataProto:
         columns = {k: Ragged.from_state(v) if isinstance(v, dict) else v for k, v in state["batch"].items()}
         size = state["batch_size"]
         batch = None if size is None else batch_of_stored(columns, state.get("names"), size)
-        return DataProto(batch, state["non_tensor_batch"], state["meta_info"])
+        arrays = {k: column_of_state(v) if k == IMAGES else v for k, v in state["non_tensor_batch"].items()}
+        return DataProto(batch, arrays, state["meta_info"])
 
     def save_to_disk(self, filepath: str | Path) -> None:
         """Write the batch to one safetensors file. Objects must be plain data: text, numbers, lists, dicts, tensors, arrays."""

@@ -5,6 +5,7 @@ from typing import Literal
 
 import numpy as np
 
+from lockstep.protocol.images import ImageInputs
 from lockstep.utils.sampling_limits import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, MIN_TOP_P
 
 StopReason = Literal["stop", "length", "abort"]
@@ -62,11 +63,15 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to one prompt. A sampled token depends only on its logits, `seed` and its position in the sequence."""
+    """One response to one prompt. A sampled token depends only on its logits, `seed` and its position in the sequence.
+
+    images: those whose placeholders are in `prompt_ids`.
+    """
 
     prompt_ids: list[int]
     sampling: SamplingParams
     seed: int = 0
+    images: ImageInputs | None = None
 
     @property
     def stream_seed(self) -> int:

@@ -127,6 +127,9 @@ _TABLE = (
     BatchKey("extra_info", "B", None, "the data", "reward, agents", "further fields of the data set"),
     BatchKey("raw_prompt", "B", None, "the data", "agents, validation", "the prompt as chat messages"),
     BatchKey("raw_prompt_ids", "B", None, "the data", "rollout", "the prompt as a list of token ids without padding"),
+    BatchKey(
+        "multi_modal_inputs", "B", None, "the data", "rollout, every forward", "`ImageInputs` of the row, or None"
+    ),
     BatchKey("agent_name", "B", None, "the data", "agents", "which agent loop answers the row"),
     BatchKey("tools_kwargs", "B", None, "the data", "agents", "arguments of the row's tools"),
     BatchKey("interaction_kwargs", "B", None, "the data", "agents", "arguments of the row's interaction"),

@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from tensordict import NonTensorData, NonTensorStack
 from torch import Tensor
 
-from lockstep.protocol.columns import Batch
+from lockstep.protocol.columns import Batch, names_of
 from lockstep.protocol.data_proto import DataProto
+from lockstep.protocol.images import IMAGES, ImageInputs, with_content
 from lockstep.protocol.ragged import Ragged, is_ragged
 
 MAX_PADDED = 2**22
@@ -83,13 +86,43 @@ def rows_per_part(batch: Batch) -> int:
 
 
 def prompt_owners(batch: Batch) -> list[int]:
-    """For each row, the first row with the same prompt; a row without a response is its own."""
+    """For each row, the first row with the same prompt and images; a row without a response is its own."""
     answered = lengths_of(batch)[1].tolist()
+    images = images_of(batch) or [None] * len(batch)
     if is_ragged(batch) and (tokens := batch.tokens()) is not None:
-        return first_alike((row.numpy().tobytes() for row in tokens[0].rows()), answered)
-    width = shape_of(batch, "responses")[1]
-    ids, mask = (read(batch, name)[:, :-width] for name in ("input_ids", "attention_mask"))
-    return first_alike((row.tobytes() for row in ids.masked_fill(mask == 0, -1).numpy()), answered)
+        prompts: Iterable[np.ndarray] = (row.numpy() for row in tokens[0].rows())
+    else:
+        width = shape_of(batch, "responses")[1]
+        ids, mask = (read(batch, name)[:, :-width] for name in ("input_ids", "attention_mask"))
+        prompts = ids.masked_fill(mask == 0, -1).numpy()
+    return first_alike((with_content(row, image).tobytes() for row, image in zip(prompts, images)), answered)
+
+
+def images_of(batch: Batch) -> list[ImageInputs | None] | None:
+    """The images of each row; None if the batch has no column of them."""
+    if IMAGES not in names_of(batch):
+        return None
+    found: list[ImageInputs | None] = (batch.read(IMAGES) if is_ragged(batch) else batch.get(IMAGES)).tolist()
+    return found
+
+
+def with_images(data: DataProto) -> Batch:
+    """The tensors of the batch and, if it has one, the column of images, for engines."""
+    if IMAGES not in data.non_tensor_batch:
+        return data.tensors
+    batch: Batch = data.tensors.copy()
+    batch[IMAGES] = image_column(data.non_tensor_batch[IMAGES])
+    return batch
+
+
+def image_keys(data: DataProto) -> list[str]:
+    """The non-tensor columns that every forward needs."""
+    return [IMAGES] if IMAGES in data.non_tensor_batch else []
+
+
+def image_column(images: Iterable[ImageInputs | None]) -> Any:
+    """The images of each row as a column of a batch of tensors."""
+    return NonTensorStack(*map(NonTensorData, images))
 
 
 def first_alike(prompts: Iterable[bytes], answered: Sequence[int]) -> list[int]:

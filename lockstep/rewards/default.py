@@ -44,7 +44,7 @@ SCORERS: Registry[Scorer] = Registry("scorer")
 """Scorers by `data_source`; names may contain the wildcard `*`, and letter case does not matter."""
 
 ROUTES: dict[Scorer, tuple[str, ...]] = {
-    gsm8k.compute_score: ("openai/gsm8k", "gsm8k"),
+    gsm8k.compute_score: ("openai/gsm8k", "gsm8k", "shapes"),
     math.compute_score: (
         *("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
         *("hendrycks/competition_math", "EleutherAI/hendrycks_math"),

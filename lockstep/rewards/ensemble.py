@@ -39,6 +39,7 @@ class Ensemble:
     """
     parts:         by name, in the order of the config; without those of weight 0.
     label:         its name in messages.
+    compares_samples: whether a score depends on the other samples of the prompt.
     is_normalized: apply `normalize`; not in validation, where a prompt may have one sample.
     """
 
@@ -47,6 +48,7 @@ class Ensemble:
         self.is_normalized = is_normalized
         self.uses_reward_model = any(part.config.source == "reward_model" for part in self.parts.values())
         self.columns = {"uid": "uid"} if any(part.config.normalize for part in self.parts.values()) else {}
+        self.compares_samples = is_normalized and bool(self.columns)
         for part in self.parts.values():
             self.columns |= getattr(part.function, "columns", {})
         self.label = f"{ENSEMBLE_KEY} ({' + '.join(self.parts)})"

@@ -8,12 +8,10 @@ import os
 import sys
 
 from lockstep.config.evaluation import EvaluationConfig, as_validation
-from lockstep.data.files import refuse_media
 from lockstep.rewards.errors import RewardError
 from lockstep.trainer.run.command import run_program
 from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.run.preflight import check_reward_function
-from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.progress import ProgressLog, phase
 
 logger = logging.getLogger(__name__)
@@ -23,7 +21,6 @@ def run_evaluation(config: EvaluationConfig) -> int:
     """Score and show the metrics; returns 0. RunError if it fails."""
     try:
         check_reward_function(as_validation(config))
-        refuse_media(local_data_files(config.data.path, "val", "data.path"), "data.path")
         with ProgressLog():
             with phase("load torch"):
                 from lockstep.trainer.evaluation.evaluate import evaluate

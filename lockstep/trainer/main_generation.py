@@ -23,6 +23,7 @@ from lockstep.utils.files import ensure_writable
 from lockstep.utils.imports import without_collections
 from lockstep.utils.model_path import base_folder, local_model_folder, weight_folders
 from lockstep.utils.progress import ProgressLog, phase
+from lockstep.utils.vision import reads_images
 
 if TYPE_CHECKING:
     from lockstep.trainer.generation.generate import GenerationRunner
@@ -63,13 +64,14 @@ def prepare(config: GenerationConfig) -> GeneratedRows:
     is_local = controller_of(as_validation(config)) == "local"
     ensure_writable(Path(config.data.output_path).expanduser().absolute().parent, "data.output_path")
     folders = weight_folders(config.model.path, config.model.lora_adapter_path, "model", weights=is_local)
-    check_positions(as_validation(config), base_folder(folders[0], "model.path", weights=is_local))
+    base = base_folder(folders[0], "model.path", weights=is_local)
+    check_positions(as_validation(config), base)
     if is_local:
         check_weights("model.path", str(folders[0]))
     if config.model.tokenizer_path:
         local_model_folder(config.model.tokenizer_path, "model.tokenizer_path", weights=False)
     files = local_data_files(config.data.path, "val", "data.path")
-    refuse_media(files, "data.path")
+    refuse_media(files, "data.path", config.data, with_images=reads_images(base))
     return GeneratedRows(config, job_of(config, folders, files))
 
 

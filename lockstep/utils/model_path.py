@@ -32,8 +32,8 @@ def local_model_folder(path: str | Path, key: str, *, weights: bool = True) -> P
     """The folder, on this machine; every process of a run may call this, one per machine downloads.
 
     key:     the config key of the path, for messages; one of the critic selects the critic of a checkpoint.
-    weights: false is enough for a tokenizer or a config. With weights a vision model is refused, on the Hub before its weights
-             are fetched.
+    weights: false is enough for a tokenizer or a config. With weights an unsupported vision model is refused, on the Hub
+             before its weights are fetched.
     """
     try:
         place = locate_model(path, key)
@@ -56,7 +56,8 @@ def is_adapter(folder: Path) -> bool:
 
 
 def base_folder(folder: Path, key: str, *, weights: bool = True) -> Path:
-    """The folder of the base model that an adapter names; any other folder is its own base. A vision model is refused."""
+    """The folder of the base model that an adapter names; any other folder is its own base. An unsupported vision model is
+    refused."""
     if not is_adapter(folder):
         if problem := vision_problem(folder):
             raise ValueError(f"{key}={folder} {problem}")

@@ -36,7 +36,7 @@ BUCKETS = (
     *(f"turn/{number}" for number in range(1, NUM_TURNS)),
     f"turn/{NUM_TURNS}_on",
 )
-NUM_TOTALS = 5
+NUM_TOTALS = 6
 """Numbers before those of the buckets in `RolloutGap.sums`."""
 LEAST_TOKENS = 32
 """A bucket with fewer is not compared, nor are its tokens with as few others."""
@@ -93,7 +93,9 @@ class GapBound:
     The first step's gap is what the two forwards differ by on this model. It must stay below a cap, and later gaps below a
     multiple of it. A floor keeps a first gap of nearly zero from being held against later batches. A bucket is held against the
     other tokens of its step.
-    dtype: the compute type.
+    dtype:   the compute type.
+    exact:   no token may differ at all (`rollout.exact`).
+    largest: the cap at every step, if the rollout quantises the trainer's weights (`rollout.quantization_max_gap`).
     """
 
     MULTIPLE = 4.0
@@ -101,11 +103,15 @@ class GapBound:
     """A bucket is named if its gap is above these multiples of the floor and of the gap of the other tokens."""
     BUCKET_MULTIPLE = 8.0
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, exact: bool = False, largest: float | None = None) -> None:
         self.dtype = dtype
+        self.exact = exact
+        self.largest = largest
         # With the same weights float32 forwards differ by 1e-6 to 1e-4 per token (TF32: 1e-3), bfloat16 and float16 by 1e-3 to
         # 3e-2. A wrong temperature or unrelated weights differ by 0.1 and more.
         self.floor, self.cap = (1e-3, 0.01) if dtype == torch.float32 else (0.03, 0.1)
+        if largest is not None:
+            self.floor, self.cap = largest / 4, largest
         self.bound: float | None = None
 
     def problem(self, sums: Sequence[float]) -> str | None:
@@ -113,8 +119,12 @@ class GapBound:
         if not sums[0]:
             return None
         gap = sums[1] / sums[0]
+        if self.exact:
+            return self._inexact(sums, gap)
         bound = self.cap if self.bound is None else self.bound
         if not gap <= bound:
+            if self.largest is not None:
+                return self._quantized_problem(gap, bound)
             return (
                 f"the rollout's log-probs differ from the trainer's by {gap:.4f} per token on average; the bound for "
                 f"{str(self.dtype).removeprefix('torch.')} is {bound:.4f}"
@@ -124,6 +134,8 @@ class GapBound:
             )
         if self.bound is None:
             self.bound = max(self.floor, self.MULTIPLE * gap)
+            if self.largest is not None:
+                self.bound = min(self.bound, self.largest)
         beyond = [bucket for bucket in buckets_of(sums) if self._is_beyond(bucket)]
         if not beyond:
             return None
@@ -132,6 +144,27 @@ class GapBound:
             f"the rollout's log-probs of {worst.description} differ from the trainer's by {worst.gap:.4f}, those of other tokens "
             f"by {worst.others:.4f}. Likely causes: positions, attention or a cache that go wrong there, or sampling that treats "
             "these tokens differently, such as a forced or cut token"
+        )
+
+    def _quantized_problem(self, gap: float, bound: float) -> str:
+        first = " (four times that of the first step)" if bound != self.largest else ""
+        return (
+            f"the log-probs of the rollout in 8 bits differ from the trainer's by {gap:.4f} per token on average; the bound is "
+            f"{bound:.4f}{first}. Likely causes: a model that 8 bits do not serve well, or a rollout whose weights are not in sync "
+            "(then it differs with actor_rollout_ref.rollout.quantization=null too). To accept more, raise "
+            "actor_rollout_ref.rollout.quantization_max_gap"
+        )
+
+    @staticmethod
+    def _inexact(sums: Sequence[float], gap: float) -> str | None:
+        num_tokens, num_differing = int(sums[0]), int(sums[NUM_TOTALS - 1])
+        if not num_differing:
+            return None
+        return (
+            f"actor_rollout_ref.rollout.exact=true: the rollout's log-probs of {num_differing} of {num_tokens} tokens differ from "
+            f"the trainer's, by {gap:.3g} per token on average. Likely causes: the rollout's weights are not in sync, or a product "
+            "of this machine's libraries depends on the other rows. Set actor_rollout_ref.rollout.exact=false to train with the "
+            "usual bound"
         )
 
     def _is_beyond(self, bucket: Bucket) -> bool:
@@ -166,7 +199,12 @@ class RolloutGap:
         difference = (rollout.exp() - trainer.exp()).abs().masked_fill(~chosen, 0.0)
         self._has_routes = route_mismatch is not None
         rerouted = torch.zeros_like(distance) if route_mismatch is None else route_mismatch * chosen
-        totals = torch.stack([chosen.sum(), distance.sum(), difference.sum(), (difference**2).sum(), rerouted.sum()])
+        totals = torch.stack(
+            [
+                *(chosen.sum(), distance.sum(), difference.sum(), (difference**2).sum(), rerouted.sum()),
+                (distance != 0).sum(),
+            ]
+        )
         self._sums.append(HostCopy(torch.cat([totals.double(), _bucket_sums(distance, chosen)])))
         self._largest.append(HostCopy(difference.max()))
 
@@ -184,7 +222,7 @@ class RolloutGap:
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """From the sums over all ranks; the largest difference is this rank's. Empty if there was no token."""
-        count, distance, difference, squares, rerouted = sums[:NUM_TOTALS]
+        count, distance, difference, squares, rerouted, _ = sums[:NUM_TOTALS]
         if not count:
             return {}
         mean = difference / count

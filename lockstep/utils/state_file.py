@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors, save as save_tensors
 from torch import Tensor, nn
 
-ALLOWED = "dicts, lists, tuples, sets, numbers, strings, booleans, None, tensors and numpy arrays"
+ALLOWED = "dicts, lists, tuples, sets, numbers, strings, bytes, booleans, None, tensors and numpy arrays"
 _JSON = "$json"
 """Name of the tensor with the JSON text, in `to_bytes`."""
 
@@ -38,6 +38,8 @@ def encode(state: Any, owner: str) -> tuple[Any, dict[str, Tensor]]:
             return value
         if kind is float:
             return value if math.isfinite(value) else {"$float": str(value)}
+        if kind is bytes:
+            return {"$bytes": add(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0))}
         if isinstance(value, np.bool_ | np.number | np.str_):
             return convert(value.item(), path)
         if kind in (list, tuple, set):
@@ -82,6 +84,8 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             return {decode(key, tensors): decode(item, tensors) for key, item in pairs}
         case {"$tensor": name}:
             return tensors[name]
+        case {"$bytes": name}:
+            return tensors[name].numpy().tobytes()
         case {"$objects": items, "shape": shape}:
             array = np.empty(len(items), dtype=object)
             for i, item in enumerate(items):

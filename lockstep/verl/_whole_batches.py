@@ -18,6 +18,7 @@ from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig
 from lockstep.engines.rollout import ROLLOUT_ENGINES
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.images import IMAGES
 from lockstep.single_controller import WorkerGroup
 from lockstep.trainer.ppo.mini_batches import lay_out, loss_preparation, mini_batches_of
 from lockstep.verl.protocol import adopt
@@ -166,7 +167,8 @@ def rollout_inputs(prompts: DataProto, tokenizer: Callable[[], Any], seed: int, 
     draw: the number of this call in the step, which selects the random numbers.
     """
     ids = object_array(_prompt_ids(prompts, tokenizer))
-    return sampling_inputs({"raw_prompt_ids": ids}, prompts.meta_info, seed, step, draw)
+    images = {name: prompts.non_tensor_batch[name] for name in (IMAGES,) if name in prompts.non_tensor_batch}
+    return sampling_inputs({"raw_prompt_ids": ids} | images, prompts.meta_info, seed, step, draw)
 
 
 def sampling_inputs(columns: dict[str, Any], info: Mapping[str, Any], seed: int, step: int, draw: int) -> DataProto:

@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from lockstep.config.actor_rollout_ref import ActorConfig, ActorRolloutRefConfig, RefConfig, RolloutConfig
+from lockstep.config.actor_rollout_ref import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    RefConfig,
+    RolloutConfig,
+    max_expected_gap,
+)
 from lockstep.config.train_engines import engine_settings, ranks_per_sequence
 from lockstep.engines.rollout.rollout_engine import (
     IdleEngine,
@@ -37,6 +43,7 @@ from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
 from lockstep.protocol import DataProto, drop_marked
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.protocol.require import require
+from lockstep.protocol.tokens import with_images
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils import step_stop
 from lockstep.utils.checkpoint_folder import checkpoint_folder
@@ -44,6 +51,7 @@ from lockstep.utils.device import memory_peaks
 from lockstep.utils.distributed import join_process_group
 from lockstep.utils.model_path import revision_of
 from lockstep.utils.rollout_gap import GapBound, RolloutGap
+from lockstep.utils.state_file import load_state, save_state
 from lockstep.weight_sync import WeightSyncWorker
 from lockstep.weight_sync.proof import MAX_NEW, canary_prompt
 from lockstep.workers.losses import ExpertLoad, actor_loss_fn, has_advantages
@@ -88,7 +96,9 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             if config.actor.router_aux_loss_coef:
                 check_balance_loss(load_hf_config(config.model, _KEY), "actor_rollout_ref.actor.router_aux_loss_coef")
             self.actor = self._engine(config.actor)
-            self.gap_bound = GapBound(resolve_dtype(engine_settings(config.actor).dtype, self.device))
+            dtype = resolve_dtype(engine_settings(config.actor).dtype, self.device)
+            largest = max_expected_gap(config.rollout)
+            self.gap_bound = GapBound(dtype, exact=config.rollout.exact, largest=largest)
             self._audit = self._update_audit()
             self._split_check = SplitCheck(partial(self._audit.problem, "micro_batch_split"))
             self._register_dispatch_collect_info("actor", self.actor.dp_rank, self.actor.group_rank == 0)
@@ -253,6 +263,8 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         With experts, as `actor.router_replay` says: `routed_experts` of R2, or `route_mismatch` to those of the rollout.
         """
         more: dict[str, Any] = {"with_entropy": True, "with_sum_pi_squared": self.config.actor.calculate_sum_pi_squared}
+        if self.config.rollout.exact:
+            more["exact"] = True
         if (mode := self.config.actor.router_replay.mode) == "R2":
             more["routes"] = "record"
         elif "routed_experts" in data.tensors:
@@ -289,7 +301,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             sizes.log_prob_max_token_len_per_gpu,
         )
         engine.onload()
-        out = engine.forward(data.tensors, micro, temperature=self._temperature, **options)
+        out = engine.forward(with_images(data), micro, temperature=self._temperature, **options)
         engine.offload()
         return out
 
@@ -318,6 +330,8 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         options: dict[str, Any] = {"with_entropy": with_entropy, "entropy_gradient": config.entropy_coeff != 0}
         if config.router_aux_loss_coef:
             options["router_loss"] = True
+        if self.config.rollout.exact:
+            options["exact"] = True
         load = ExpertLoad() if config.router_aux_loss_coef else None
         has_routes = "routed_experts" in data.tensors
         gap = None if data.meta_info["rollout_gap"] == "none" else RolloutGap()
@@ -354,7 +368,7 @@ class ActorRolloutRefWorker(WeightSyncWorker):
                 means.add(metrics)
         metrics = means.result() | distance | {"actor/lr": engine.learning_rate} | self.memory.metrics()
         if self.is_rollout:
-            metrics |= self.rollout.lowered_limits()
+            metrics |= self.rollout.lowered_limits() | self.rollout.draft_metrics()
         if load is not None:
             metrics |= load.metrics(engine)
         if config.use_kl_loss:
@@ -400,6 +414,22 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         self.actor.offload()
         if self.is_rollout and self.rollout.info.shares_weights:
             self.rollout.policy_version = policy_version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_rollout(self, local_path: str) -> None:
+        """What the rollout engine keeps between steps, a file per rank."""
+        state = self.rollout.saved_state()
+        if state is not None:
+            save_state(checkpoint_folder(local_path) / f"rank_{self.rank}", state, owner="the rollout engine")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_rollout(self, local_path: str) -> None:
+        """Every rank gets what all ranks have saved: prompts may come to other ranks now."""
+        # ranks that hold the model together load the same, so that they take the same steps
+        own = f"rank_{self.rank - self.rank % self.config.rollout.tensor_model_parallel_size}.json"
+        files = checkpoint_folder(local_path).glob("rank_*.json")
+        in_order = sorted(files, key=lambda file: (file.name == own, file.name))
+        self.rollout.load_states(load_state(file.with_suffix("")) for file in in_order)
 
 
 def router_key(config: ActorRolloutRefConfig) -> str | None:

@@ -17,13 +17,15 @@ import queue
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
 
 from lockstep.agents.agents import Agents
 from lockstep.agents.conversation import ConversationResult
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.data import ImageDataConfig
+from lockstep.models.processor import hf_processor
 from lockstep.models.tokenizer import eos_token_ids, hf_tokenizer
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
 from lockstep.rewards import sandbox
@@ -48,6 +50,7 @@ class AgentSetup:
     template_kwargs: `data.apply_chat_template_kwargs`.
     sandbox:         `reward_model.sandbox`, for tools that run code.
     data_files:      `data.train_files` and `data.val_files`.
+    images:          the pixel limits of images that tools return.
     """
 
     rollout: RolloutConfig
@@ -56,6 +59,7 @@ class AgentSetup:
     template_kwargs: Mapping[str, Any]
     sandbox: str
     data_files: Sequence[str] = ()
+    images: ImageDataConfig = field(default_factory=ImageDataConfig)
 
     def make_agents(self, tokenizer: Any = None) -> Agents:
         """tokenizer: if it is loaded already."""
@@ -64,7 +68,9 @@ class AgentSetup:
         tokenizer = tokenizer or hf_tokenizer(**self.tokenizer)
         sandbox.configure(self.sandbox)
         stop_ids = eos_token_ids(tokenizer, folder)
-        return Agents(self.rollout, tokenizer, stop_ids, self.template_kwargs, self.data_files)
+        trust = bool(self.tokenizer.get("trust_remote_code", False))
+        processor = hf_processor(self.model, tokenizer, self.images, trust, key)
+        return Agents(self.rollout, tokenizer, stop_ids, self.template_kwargs, self.data_files, processor)
 
 
 @dataclass(frozen=True)

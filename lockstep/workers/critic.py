@@ -6,6 +6,7 @@ from lockstep.engines.train.audit import UpdateAudit
 from lockstep.models.loading import resolve_dtype
 from lockstep.protocol import DataProto
 from lockstep.protocol.require import require
+from lockstep.protocol.tokens import with_images
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.utils.checkpoint_folder import checkpoint_folder
 from lockstep.workers.losses import critic_loss_fn
@@ -36,7 +37,7 @@ class CriticWorker(ModelWorker):
             config.forward_max_token_len_per_gpu,
         )
         self.engine.onload()
-        values = self.engine.forward(data.tensors, micro)["values"]
+        values = self.engine.forward(with_images(data), micro)["values"]
         self.engine.offload()
         return data.outputs({"values": values})
 

@@ -9,7 +9,7 @@ from lockstep.config.reward import RewardModelConfig
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
 from lockstep.protocol.require import require
-from lockstep.protocol.tokens import read
+from lockstep.protocol.tokens import read, with_images
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from lockstep.workers.model_worker import ModelWorker
 from lockstep.workers.reward_text import token_ids
@@ -53,7 +53,7 @@ class RewardModelWorker(ModelWorker):
             config.use_dynamic_bsz,
             config.forward_max_token_len_per_gpu,
         )
-        rows = data.tensors if self.policy_tokenizer is None else self._reencode(data, self.policy_tokenizer)
+        rows = with_images(data) if self.policy_tokenizer is None else self._reencode(data, self.policy_tokenizer)
         self.engine.onload()
         score = self.engine.forward(rows, micro, at_end=True)["score"]
         self.engine.offload()

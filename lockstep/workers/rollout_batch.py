@@ -1,8 +1,9 @@
 """Conversion between batch and rollout engine: prompts to requests, completions to batch tensors.
 
-raw_prompt_ids, sampling_seed ──► GenerationRequest … Completion ──► prompts, responses, input_ids, attention_mask,
-                                                                     position_ids, response_mask, policy_versions,
-                                                                     rollout_log_probs, routed_experts
+raw_prompt_ids, sampling_seed, multi_modal_inputs ──► GenerationRequest … Completion ──► prompts, responses, input_ids,
+    attention_mask, position_ids, response_mask, policy_versions, rollout_log_probs, routed_experts
+
+The images of a prompt stay in their row; only a conversation, which may add images, returns the column again.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from lockstep.agents.trajectory import Trajectory
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.protocol import BATCH_KEYS, DataProto, Ragged, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
+from lockstep.protocol.images import IMAGES
 from lockstep.protocol.ragged import is_ragged
 from lockstep.protocol.tokens import lengths_of, shape_of
 
@@ -37,7 +39,8 @@ def sampling_params(config: RolloutConfig, *, validate: bool, greedy: bool) -> S
 def requests_of(prompts: DataProto, sampling: SamplingParams) -> list[GenerationRequest]:
     seeds = prompts.tensors["sampling_seed"].tolist()
     ids = prompts.non_tensor_batch["raw_prompt_ids"]
-    return [GenerationRequest(prompt_ids=list(p), sampling=sampling, seed=s) for p, s in zip(ids, seeds)]
+    images = prompts.non_tensor_batch.get(IMAGES, [None] * len(ids))
+    return [GenerationRequest(list(p), sampling, s, i) for p, s, i in zip(ids, seeds, images)]
 
 
 def group_key(rows: DataProto, number: int) -> str:

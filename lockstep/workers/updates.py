@@ -12,6 +12,7 @@ from lockstep.engines.train.token_engine import TokenEngine
 from lockstep.engines.train.train_engine import MicroBatching, TrainEngine
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import Batch
+from lockstep.protocol.tokens import with_images
 from lockstep.utils.progress import phase
 
 
@@ -35,11 +36,12 @@ def num_mini_batches(data: DataProto) -> int:
 
 def mini_batches(data: DataProto, loss_scale_factor: float | None = None) -> Iterator[tuple[Batch, dict[str, Any]]]:
     """This rank's rows of each mini-batch, and the counts over all ranks that normalize its loss."""
+    batch = with_images(data)
     number, all_counts = data.tensors["mini_batch"], data.meta_info["mini_batches"]
     num_steps = num_mini_batches(data)
     for step in range(num_steps):
         i = step % len(all_counts)
-        rows = data.tensors if len(all_counts) == 1 else data.tensors[number == i]
+        rows = batch if len(all_counts) == 1 else batch[number == i]
         with phase(f"mini-batch {step + 1} of {num_steps}:") if num_steps > 1 else nullcontext():
             yield rows, {"dp_size": 1, **all_counts[i], "loss_scale_factor": loss_scale_factor}
 

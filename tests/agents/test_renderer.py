@@ -118,10 +118,10 @@ def test_a_bridge_continues_as_the_template_does(name: str) -> None:
         whole = renderer.ids([{"role": "user", "content": "Hi"}, turn, *new])
         last = called if name == "harmony" and role == "tool" else end
         bridge = renderer.bridge([turn], new, last)
-        assert bridge and whole[-len(bridge) :] == bridge
+        assert bridge and whole[-len(bridge.ids) :] == bridge.ids
         unended = renderer.bridge([turn], new)
-        assert unended and unended[1:] == bridge  # of a turn that did not end: with its end
-        assert bridge.count(end) <= 1
+        assert unended and unended.ids[1:] == bridge.ids  # of a turn that did not end: with its end
+        assert bridge.ids.count(end) <= 1
 
 
 GLM = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -157,7 +157,9 @@ def test_arguments_of_earlier_calls_are_as_the_template_expects_them(
 
 def test_several_results_are_one_turn() -> None:
     renderer = Renderer(tokenizer_of(QWEN + CHATML_PROMPT), [2])
-    text = renderer.tokenizer.decode(renderer.bridge([], renderer.tool_messages([("f", "1", "a"), ("g", "2", "b")]), 2))
+    bridge = renderer.bridge([], renderer.tool_messages([("f", "1", "a"), ("g", "2", "b")]), 2)
+    assert bridge is not None
+    text = renderer.tokenizer.decode(bridge.ids)
     assert text.count("<|im_start|>user") == 1 and text.count("<tool_response>") == 2
 
 
@@ -167,9 +169,8 @@ def test_a_template_may_end_turns_with_text() -> None:
     )
     renderer.check()
     for last in (2, None):
-        assert renderer.bridge([], [{"role": "user", "content": "x"}], last) == renderer.encode(
-            "\nuser: x\nassistant: "
-        )
+        bridge = renderer.bridge([], [{"role": "user", "content": "x"}], last)
+        assert bridge is not None and bridge.ids == renderer.encode("\nuser: x\nassistant: ")
 
 
 def test_a_template_that_hides_turns_is_refused() -> None:
@@ -187,7 +188,8 @@ def test_tools_and_system_message_of_the_conversation_are_rendered() -> None:
     renderer = Renderer(tokenizer_of(template), [2])
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Q" * 99}, {"role": "assistant"}]
     bridge = renderer.bridge(messages, [{"role": "user", "content": "x"}], 2, [{"name": "f"}])
-    assert renderer.tokenizer.decode(bridge) == "<|start|>f<|im_start|>user\nx<|end|><|im_end|>"
+    assert bridge is not None
+    assert renderer.tokenizer.decode(bridge.ids) == "<|start|>f<|im_start|>user\nx<|end|><|im_end|>"
 
 
 def test_names_of_calls_that_a_client_left_out() -> None:
@@ -198,7 +200,8 @@ def test_names_of_calls_that_a_client_left_out() -> None:
     turn = {"role": "assistant", "content": "", "tool_calls": calls}
     for result, name in (({"tool_call_id": "1"}, "f1"), ({}, "f0"), ({"name": "g", "tool_call_id": "1"}, "g")):
         bridge = renderer.bridge([turn], [{"role": "tool", "content": "3", **result}], 2)
-        assert f"functions.{name} to=assistant" in renderer.tokenizer.decode(bridge)
+        assert bridge is not None
+        assert f"functions.{name} to=assistant" in renderer.tokenizer.decode(bridge.ids)
 
 
 class AskTwice(AgentLoop):
@@ -272,7 +275,9 @@ def test_no_text_is_special_to_a_bridge(name: str) -> None:
         def bridge_of(text: str, role: str = role) -> str:
             results = renderer.tool_messages([("f", "call00000", text)])
             new = results if role == "tool" else [{"role": "user", "content": text}]
-            return str(tokenizer.decode(renderer.bridge([], new, end)))
+            bridge = renderer.bridge([], new, end)
+            assert bridge is not None
+            return str(tokenizer.decode(bridge.ids))
 
         plain = bridge_of("A 7 B")
         marker, _ = renderer._with_marker(PLAIN, [], [{"role": "user", "content": "A 7 B"}], [])

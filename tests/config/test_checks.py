@@ -91,6 +91,20 @@ REF = "actor_rollout_ref.ref"
             "rollout_correction.rollout_is=token: must equal algorithm.rollout_correction.rollout_is=None; set only that key",
         ),
         (
+            [f"{ROLLOUT}.history_drafts.enable=true", f"{ROLLOUT}.name=hf"],
+            f"history_drafts.enable=true: {ROLLOUT}.name=hf has no drafts from history; set false, or {ROLLOUT}.name=embedded",
+        ),
+        (
+            [
+                f"{ROLLOUT}.history_drafts.enable=true",
+                f"{ROLLOUT}.tensor_model_parallel_size=2",
+                "trainer.n_gpus_per_node=2",
+            ],
+            f"must take the same steps; set false, or {ROLLOUT}.tensor_model_parallel_size=1",
+        ),
+        ([f"{ROLLOUT}.history_drafts.max_draft_tokens=0"], "history_drafts.max_draft_tokens=0: must be greater than 0"),
+        ([f"{ROLLOUT}.history_drafts.max_memory_mb=0"], "history_drafts.max_memory_mb=0: must be greater than 0"),
+        (
             [f"{ACTOR}.router_replay.mode=R3", f"{ROLLOUT}.enable_rollout_routing_replay=false"],
             "enable_rollout_routing_replay=false: actor_rollout_ref.actor.router_replay.mode=R3 replays the experts of the rollout",
         ),
@@ -490,3 +504,10 @@ def test_unknown_estimator_is_one_problem(minimal: list[str], estimator: str, me
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(PPOConfig, [*minimal, f"algorithm.adv_estimator={estimator}"])
     assert len(caught.value.problems) == 1
+
+
+def test_token_budgets_of_models_that_a_run_lacks_are_not_checked(minimal: list[str]) -> None:
+    lengths = ["data.max_response_length=40000", f"{ACTOR}.ppo_max_token_len_per_gpu=50000"]
+    load_config(PPOConfig, [*minimal, *lengths, "algorithm.adv_estimator=grpo"])
+    with pytest.raises(ConfigError, match=r"critic.ppo_max_token_len_per_gpu=32768: a sequence can have"):
+        load_config(PPOConfig, [*minimal, *lengths, "algorithm.adv_estimator=gae", "critic.use_dynamic_bsz=true"])

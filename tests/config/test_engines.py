@@ -1,19 +1,23 @@
 """What each engine can do: built in, registered or in a file, and what the checks of a config make of it."""
 
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import lockstep
-from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.actor_rollout_ref import RolloutConfig, max_expected_gap
 from lockstep.config.compose import load_config
 from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES, EngineRegistry, RolloutEngineInfo
 from lockstep.config.errors import ConfigError
+from lockstep.config.old_log_probs import old_log_probs_source
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.roles import sections_of
 from lockstep.config.schema import keys, sections
 from lockstep.config.sft import SFTConfig
+from lockstep.trainer.ppo.audit import is_gap_expected
 
 PLUGINS = Path(__file__).parents[2] / "examples" / "plugins"
 ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -47,6 +51,53 @@ def test_unread_keys_exist() -> None:
     known = {*keys(RolloutConfig), *(f"{section}." for section in sections(RolloutConfig))}
     for name, info in ROLLOUT_ENGINES.built_in.items():
         assert set(info.unread) <= known, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["name=hf", "quantization=fp8"],
+            "quantization=fp8: not supported by .*name=hf; set null, or .*=embedded or vllm",
+        ),
+        (["quantization=int4"], "quantization=int4: .*name=embedded quantises to fp8; set that or null"),
+        (["quantization=fp8", "tensor_model_parallel_size=2"], "several ranks hold .* set null, or .*parallel_size=1"),
+        (
+            ["quantization=fp8", "calculate_log_probs=false"],
+            "its drift is measured by .* set .*calculate_log_probs=true",
+        ),
+        (
+            ["quantization=fp8", "exact=true"],
+            "1 problem .*\n.*exact=true: .* 8 bits; set .*quantization=null, or .*exact=false",
+        ),
+        (["quantization=fp8", "quantization_max_gap=0"], "quantization_max_gap=0"),
+    ],
+)
+def test_quantization_that_is_refused(settings: list[str], message: str, minimal: list[str]) -> None:
+    workers = ["trainer.n_gpus_per_node=2"] if "tensor_model_parallel_size=2" in settings else []
+    found = problems(PPOConfig, *minimal, *workers, *(f"{ROLLOUT}.{setting}" for setting in settings))
+    assert re.search(message, found), found
+
+
+def test_a_quantised_rollout_is_corrected_unless_the_user_says_otherwise(
+    minimal: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    correction = "algorithm.rollout_correction"
+    fp8 = [*minimal, f"{ROLLOUT}.quantization=fp8"]
+    with caplog.at_level(logging.WARNING):
+        config = load_config(PPOConfig, fp8)
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    assert old_log_probs_source(config, is_one_update=True) == "pass"
+    assert caplog.text.count("rollout_is=token); set that key to null to train without") == 1
+    assert max_expected_gap(config.actor_rollout_ref.rollout) == 0.2 and not is_gap_expected(config)
+    for setting in (f"{correction}.rollout_is=null", f"{correction}.bypass_mode=true"):
+        chosen = load_config(PPOConfig, [*fp8, setting])
+        assert chosen.algorithm.rollout_correction.rollout_is is None and not is_gap_expected(chosen)
+    for other in ([f"{ROLLOUT}.name=vllm"], ["trainer.device=cpu", f"{ROLLOUT}.quantization=null"]):
+        plain = load_config(PPOConfig, [*fp8, *other], run_checks=False)
+        assert plain.algorithm.rollout_correction.rollout_is is None
+        assert max_expected_gap(plain.actor_rollout_ref.rollout) is None
+    assert is_gap_expected(load_config(PPOConfig, [*minimal, f"{correction}.rollout_is=token"]))
 
 
 @pytest.mark.usefixtures("no_registrations")

@@ -3,6 +3,7 @@
 The scripts run on small generated files, and on the published files if LOCKSTEP_DATA is set.
 """
 
+import io
 import json
 import os
 import runpy
@@ -18,10 +19,13 @@ from lockstep.config.preference import RMDataConfig
 from lockstep.data.preference_dataset import PreferenceDataset
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.rm_dataset import RMDataset
+from lockstep.models.processor import hf_processor
+from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.rewards.default import default_compute_score
 from tests.hub import use_hub
 from tests.programs import output_of
 from tests.tiny import tiny_tokenizer
+from tests.tiny_vision import save_tiny_vision_model, tiny_image
 
 SCRIPTS = Path(__file__).parents[2] / "examples/data_preprocess"
 PUBLISHED = os.environ.get("LOCKSTEP_DATA")
@@ -331,6 +335,37 @@ def test_hotpotqa_writes_questions_and_each_passage_once(tmp_path: Path) -> None
     passages = [json.loads(line) for line in (tmp_path / "made/passages.jsonl").read_text().splitlines()]
     assert [passage["title"] for passage in passages] == ["Oslo", "Rome", "Bonn"]
     assert passages[0]["text"] == "Oslo is a city."
+
+
+def test_geo3k_and_shapes_have_images(tmp_path: Path) -> None:
+    picture = io.BytesIO()
+    tiny_image().save(picture, "PNG")
+    image = {"bytes": picture.getvalue(), "path": None}
+    examples = [
+        {"problem": "<image>Find x.", "answer": "4", "images": [image]},
+        {"problem": "Compare.", "answer": "y", "images": [image, image]},
+    ]
+    source, output = tmp_path / "published.parquet", tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(examples), source)
+    assert run_script("geo3k.py", source, output, "--split", "test")[0] == 0
+    model = save_tiny_vision_model(tmp_path / "model")
+    tokenizer = hf_tokenizer(model)
+    processor = hf_processor(model, tokenizer, DataConfig())
+    rows: Any = RLHFDataset(str(output), tokenizer, DataConfig(), processor)
+    assert [len(row["multi_modal_inputs"].files) for row in rows] == [1, 2]
+    assert rows[0]["data_source"] == "hiyouga/geometry3k" and rows[0]["reward_model"]["ground_truth"] == "4"
+    kinds = [part["type"] for part in rows[1]["raw_prompt"][0]["content"]]
+    assert kinds == ["image", "image", "text"]
+    assert default_compute_score("hiyouga/geometry3k", "<think>so</think>\\boxed{4}", "4") == 1.0
+    examples[0]["problem"] = "<image><image>"
+    pq.write_table(pa.Table.from_pylist(examples[:1]), source)
+    assert "more <image> than its 1 images" in run_script("geo3k.py", source, output)[1]
+    code, _ = output_of(str(SCRIPTS / "shapes.py"), "--num-rows", "3", "--output", str(output))
+    shapes: Any = RLHFDataset(str(output), tokenizer, DataConfig(), processor)
+    assert code == 0 and len(shapes) == 3 and len(shapes[0]["multi_modal_inputs"].files) == 1
+    assert default_compute_score(
+        "shapes", f"#### {shapes[0]['reward_model']['ground_truth']}", shapes[0]["reward_model"]["ground_truth"]
+    )
 
 
 def test_missing_input_file(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ def test_collate_keeps_lists_of_equal_length_as_objects() -> None:
         ({"prompt": ["hello"]}, "message 0 is of type str"),
         ({"prompt": [{"content": "hello"}]}, "message 0 has no role"),
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content of message 0 is of type list"),
-        ({"images": ["a.png"]}, r"row 1 has 'images': only text is supported"),
+        ({"images": ["a.png"]}, r"row 1 has 'images', but the model reads no images"),
         ({"videos": ["a.mp4"]}, r"row 1 has 'videos': only text is supported"),
     ],
 )

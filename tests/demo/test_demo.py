@@ -183,6 +183,7 @@ def test_short_demo_writes_its_files_and_shows_its_sections(
     assert config.algorithm.adv_estimator == ("gae" if algorithm == "ppo" else "grpo")
 
 
+@pytest.mark.slow
 def test_short_demo_with_a_tool(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

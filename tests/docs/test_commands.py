@@ -39,6 +39,7 @@ from tests.hub import use_hub, write_cache
 from tests.judge_server import serve, verdict
 from tests.programs import run_python
 from tests.tiny import save_tiny_model, save_tiny_moe, write_rows
+from tests.tiny_vision import save_tiny_vision_model
 
 if TYPE_CHECKING:
     from tests.shared_processes import SharedProcesses
@@ -78,7 +79,7 @@ LINES = [(page, line) for page, block in blocks("bash") for line in block.splitl
 COMMANDS = [(p, line) for p, line in LINES if re.search(r"lockstep (ppo|grpo) |main_ppo", line)]
 VIEWS = [(p, line) for p, line in LINES if re.match(r"lockstep (plot|rollouts|timeline) ", line)]
 QUICK_START = "checkpoints/gsm8k/qwen2.5-0.5b-instruct-gsm8k-grpo"
-OWN_TESTS = ("environments.md", "sft.md", "preference_training.md")
+OWN_TESTS = ("environments.md", "sft.md", "preference_training.md", "vision.md")
 """Pages whose commands build on each other."""
 MANY_WORKERS = re.compile(r"trainer\.(nnodes|n_gpus_per_node)=([2-9]|\d\d)")
 TRAINING = [(page, line) for page, line in COMMANDS if not MANY_WORKERS.search(line) and page not in OWN_TESTS]
@@ -129,6 +130,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, judge_url: str) -> dict[str
         "run.yaml": str(folder / "run.yaml"),
         "$MODEL": str(folder / "model"),
         "$MOE": str(save_tiny_moe(folder / "moe")),
+        "$VLM": str(save_tiny_vision_model(folder / "vlm")),
         "$DATA": str(folder),
         "$RUN": str(folder),
         "$RAW": str(folder),
@@ -319,6 +321,20 @@ def test_sft_trains_the_model_that_grpo_starts_from(places: dict[str, str], tmp_
     assert (tmp_path / "grpo" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
+def test_pictures_are_made_and_trained_on(
+    places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [line for page, b in blocks("bash") if page == "vision.md" for line in b.splitlines()]
+    here = places | {"$OUT": str(tmp_path)}
+    script, train = lines
+    monkeypatch.chdir(ROOT)
+    assert run_python(filled(script, here)[1:]) == 0
+    longer = [setting for setting in SMALL if "max_prompt_length" not in setting]
+    assert main(made_small(arguments(train, here), *longer)) == 0
+    assert "actor/pg_loss" in (tmp_path / "shapes" / "metrics.jsonl").read_text()
+
+
 def test_reward_model_scores_ppo_and_dpo_trains(places: dict[str, str], tmp_path: Path) -> None:
     lines = [line for page, b in blocks("bash") if page == "preference_training.md" for line in b.splitlines()]
     rm, ppo, dpo, torchrun = (arguments(line, places | {"$OUT": str(tmp_path)}) for line in lines)
@@ -401,7 +417,9 @@ def test_templates_are_valid_shell() -> None:
             "environments.md",
             "install.md",
             "large_models.md",
+            "long_sequences.md",
             "lora.md",
+            "quantization.md",
             "recipes.md",
             "replay.md",
             "rollout.md",
@@ -418,6 +436,7 @@ RAW_ROWS = {
         "chosen": " 2",
         "rejected": " 3",
     },
+    "geo3k.jsonl": {"problem": "<image>Find x.", "answer": "4", "images": ["a.png"]},
     "apps.jsonl": {"problem_id": 0, "question": "1+1?", "input_output": '{"inputs": [""], "outputs": ["2"]}'},
 }
 """Files in $RAW beside train.jsonl, with the columns of the published datasets."""

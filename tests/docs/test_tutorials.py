@@ -20,6 +20,8 @@ import pytest
 from lockstep import cli
 from tests.programs import Program, run_python
 
+pytestmark = pytest.mark.first
+
 ROOT = Path(__file__).parents[2]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 NUMBER = r"[-+]?\d[\d,.]*(?:e[-+]?\d+)?"

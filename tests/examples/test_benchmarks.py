@@ -3,6 +3,8 @@
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,24 @@ def test_requests_of_both_modes_give_the_same_samples(
     arguments = f"--model {tmp_path} --prompts 2 --samples 2 --new-tokens 4 --reward-ms 1 --rounds 1"
     monkeypatch.setattr("sys.argv", ["async_rollout.py", *arguments.split()])
     assert runpy.run_path(str(BENCHMARKS / "async_rollout.py"))["main"]() == 0
-    assert re.search(r"4 responses of .*\nsync   median .*\nasync  median ", capsys.readouterr().out)
+    modes = (rf"{mode} +[\d.]+ s: generation .*\n" for mode in ("sync", "by prompt", "async"))
+    assert re.search(r"4 responses of .*\n" + "".join(modes), capsys.readouterr().out)
+
+
+def test_longest_first_takes_less_time(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--prompts 16 --samples 4 --max-num-seqs 8 --max-tokens 256 --median 30 --noise 0.2 --rounds 2"
+    monkeypatch.setattr("sys.argv", ["admission_order.py", *sizes.split()])
+    assert runpy.run_path(str(BENCHMARKS / "admission_order.py"))["main"]() == 0
+    found = dict(re.findall(r"^(first in|history|known) +([\d.]+) s", capsys.readouterr().out, re.MULTILINE))
+    assert float(found["history"]) < float(found["first in"]) and float(found["known"]) < float(found["first in"])
+
+
+def test_drafts_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    main = runpy.run_path(str(BENCHMARKS / "history_drafts.py"))["main"]
+    sizes = ["--sequences", "2", "--right", "1", "--new-tokens", "12", "--prompt-tokens", "5", "--repeats", "1"]
+    assert main(["--shape", "tiny", *sizes, "--device", "cpu"]) == 0
+    assert re.search(r"2 sequences  plain [\d.]+ s  none [\d.]+x .*  1 [\d.]+x .* same 1.00", capsys.readouterr().out)
 
 
 @pytest.mark.slow
@@ -49,9 +68,10 @@ def test_replay_leaves_no_gap_in_float32(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.slow
 def test_the_dashboard_on_a_made_run(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason='needs plotly: pip install "lockstep-rl[dashboard]"')
-    main = runpy.run_path(str(BENCHMARKS / "dashboard.py"))["main"]
-    arguments = ["--steps", "20", "--prompts", "4", "--samples", "2", "--json", str(tmp_path / "seconds.json")]
-    assert main([*arguments, "--folder", str(tmp_path / "large_run")]) == 0
+    sizes = ["--steps", "20", "--prompts", "4", "--samples", "2"]
+    files = ["--json", str(tmp_path / "seconds.json"), "--folder", str(tmp_path / "large_run")]
+    # A process of its own: Playwright starts no second browser beside the one that tests of this process share.
+    subprocess.run([sys.executable, str(BENCHMARKS / "dashboard.py"), *sizes, *files], check=True)
     spent = json.loads((tmp_path / "seconds.json").read_text())
     assert {
         "start",
@@ -81,3 +101,41 @@ def test_speeds_of_model_families(tmp_path: Path) -> None:
         assert [row[:2] for row in cells] == [[family, name] for name, family in script["FAMILIES"].items()]
         assert all(len(row) == 8 for row in cells)
     assert copy.read_text().partition("<!-- end -->")[2] == page.partition("<!-- end -->")[2]
+
+
+def test_profile_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = runpy.run_path(str(BENCHMARKS / "train_profile.py"))
+    found = tmp_path / "profile.json"
+    script["main"](["--tokens", "64", "--length", "32", "--micro", "2", "--checkpointing", "--json", str(found)])
+    summary = json.loads(found.read_text())
+    assert summary["recomputed"] == 2 and summary["ms"] > 0
+    assert {"products", "attention", "optimizer", script["REST"], script["GAPS"]} <= summary["parts"].keys()
+    # tiny: 2 layers of q, k, v, o and three MLP weights; 4 passes, one of them a recomputation
+    weights = 2 * (64 * (64 + 32 + 32 + 64) + 3 * 64 * 128)
+    assert summary["parts"]["products"]["flops"] == 2 * weights * 64 * 4
+
+    backward = "autograd::engine::evaluate_function: _LinearLogProbBackward"
+    assert script["class_of"](["nvjet_tst_128x256", "aten::mm", "_LinearLogProbBackward", backward]) == "log-prob head"
+    assert script["class_of"](["nvjet_tst_128x256", "aten::mm", "_JointLinearBackward"]) == "products"
+    assert script["class_of"](["void flash::flash_bwd_kernel", "aten::_flash_attention_backward"]) == "attention"
+    assert script["class_of"](["_rms_norm_gradient", "_RmsNormBackward"]) == script["REST"]
+    assert script["class_of"](["elementwise_kernel", "aten::copy_", "optimizer_step"]) == "optimizer"
+    assert (
+        script["class_of"](["elementwise_kernel", "aten::add_", "torch::autograd::AccumulateGrad"]) == "gradient sums"
+    )
+
+
+@pytest.mark.slow
+def test_long_sequences(tmp_path: Path) -> None:
+    """Responses have full length, the plan's memory is beside the run's figures, and a peer that fails is a result."""
+    found = tmp_path / "found.json"
+    sizes = ["--prompts", "2", "--samples", "2", "--prompt-tokens", "16", "--new-tokens", "40", "--run", "tiny-lora"]
+    peer = ["--peer", "trl", "--peer-python", str(tmp_path / "none")]
+    command = [sys.executable, str(BENCHMARKS / "long_sequences.py"), *sizes, *peer, "--json", str(found)]
+    done = subprocess.run([*command, "trainer.device=cpu"], check=True, stdout=subprocess.PIPE, text=True)
+    sides = json.loads(found.read_text())["results"]["tiny-lora"]
+    ours = sides["lockstep"]
+    assert ours["length"] == 40 and 0 < ours["gen_s"] + ours["update_actor_s"] <= ours["step_s"]
+    assert ours["planned_gb/gen"] > 0 and ours["planned_gb/update_actor"] > 0
+    assert "No such file" in sides["trl"]["failed"] and "failed" in done.stdout

@@ -7,7 +7,7 @@ from tests.kernels.kernel_device import kernel_device
 
 DEVICE = kernel_device()
 from lockstep.kernels.paged_decode import decode_attention, write_to_cache  # noqa: E402
-from lockstep.models.attention import LayerOptions  # noqa: E402
+from lockstep.models.layer_options import LayerOptions  # noqa: E402
 from tests.models.attention_reference import naive_attention  # noqa: E402
 
 pytestmark = pytest.mark.gpu

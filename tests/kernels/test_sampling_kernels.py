@@ -31,10 +31,13 @@ class Slots:
         self.slot_state[slot, : kernels.STOPS] = torch.tensor(fields)
         self.slot_options[slot] = torch.tensor([params.temperature, params.top_p, params.min_p])
 
-    def sample(self, logits: torch.Tensor, slots: list[int], filtered: bool = True) -> None:
+    def sample(
+        self, logits: torch.Tensor, slots: list[int], filtered: bool = True, excluded: torch.Tensor | None = None
+    ) -> None:
         slot_ids = torch.tensor(slots, dtype=torch.int32, device=DEVICE)
         state = self.slot_state, self.slot_options, slot_ids
-        kernels.sample(logits, *state, self.step, self.tokens, self.log_probs, filtered=filtered)
+        outputs = self.step, self.tokens, self.log_probs
+        kernels.sample(logits, *state, *outputs, filtered=filtered, excluded=excluded)
 
 
 @pytest.mark.parametrize("vocabulary", [30, 9001])
@@ -75,6 +78,27 @@ def test_samples_equal_the_torch_sampler(vocabulary: int, sampling: dict[str, An
         assert slots.tokens[0, :count].tolist() == tokens.tolist()
         rounding = 1e-6 / (params.temperature or 1)  # of logits that are divided by it
         torch.testing.assert_close(slots.log_probs[0, :count].cpu(), log_probs, atol=max(2e-5, rounding), rtol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"top_k": 1}, {"top_p": 0.6, "temperature": 0.7}])
+@pytest.mark.parametrize("ids", [[29], [3, 7, 8]])
+def test_excluded_tokens_are_not_sampled(ids: list[int], sampling: dict[str, Any]) -> None:
+    """Their logits are the largest; log-probs are those of the full distribution."""
+    count = 12
+    logits = torch.randn(count, 30, generator=torch.Generator().manual_seed(5)) * 3
+    excluded = torch.tensor(ids)
+    logits[:, excluded] = 9.0
+    params = SamplingParams(**sampling)
+    positions = list(range(100, 100 + count))
+    batch = SamplingBatch([params] * count, torch.device("cpu"), excluded)
+    tokens, log_probs = sample(logits, batch, uniform(list(range(count)), [p + 1 for p in positions]))
+    slots = Slots(count)
+    for i in range(count):
+        slots.assign(i, params, i, positions[i], last=1000)
+    slots.sample(logits.clone().to(DEVICE), list(range(count)), params.filtered, excluded.to(DEVICE))
+    assert slots.tokens[0, :count].tolist() == tokens.tolist()
+    assert not set(ids) & set(tokens.tolist())
+    torch.testing.assert_close(slots.log_probs[0, :count].cpu(), log_probs, atol=2e-5, rtol=1e-5)
 
 
 def test_a_row_does_not_depend_on_other_rows_or_its_slot() -> None:

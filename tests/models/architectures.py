@@ -7,8 +7,10 @@ every type with transformers' own forward, and its row with that file.
 """
 
 import dataclasses
+import inspect
 import logging
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -465,6 +467,16 @@ def tiny_model(model_type: str, seed: int = 1, **changes: Any) -> PreTrainedMode
             embedding: Any = model.get_input_embeddings()
             embedding.weight[0] += 0.2  # a pad embedding of 0 scores 0 everywhere: no definite top-k
     return model.eval()
+
+
+@contextmanager
+def torch_forms(model: PreTrainedModel) -> Iterator[None]:
+    """Let transformers call its torch functions, not the kernels of installed packages: those serve CUDA alone, and TF32 rounds
+    their float32."""
+    module = sys.modules[type(model).__module__]
+    wrapped = {name: f for name, f in vars(module).items() if inspect.isfunction(f) and hasattr(f, "__wrapped__")}
+    with patch.multiple(module, **{name: inspect.unwrap(f) for name, f in wrapped.items()}):
+        yield
 
 
 def save_tiny_model(model_type: str, folder: Path, **changes: Any) -> PreTrainedModel:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lockstep.models.attention import LayerOptions
+from lockstep.models.layer_options import LayerOptions
 
 
 def naive_attention(query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:

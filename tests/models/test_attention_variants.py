@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.models import attention, attention_variants
-from lockstep.models.attention import LayerOptions, PackedAttention
+from lockstep.models.attention import PackedAttention
 from lockstep.models.key_index import KeyIndex
-from tests.models.architectures import VARIANTS, save_tiny_model, support
+from lockstep.models.layer_options import LayerOptions
+from lockstep.models.model_check import check_causal
+from tests.models.architectures import VARIANTS, save_tiny_model, support, tiny_model
 from tests.models.attention_reference import naive_attention
 from tests.models.test_packed_attention import CPU, PACKS, NaivePack, assert_close
 
@@ -69,3 +71,11 @@ def with_gradients(context: Any, tensors: list[Tensor], options: LayerOptions) -
     out = context.attend(nn.Identity(), *leaves, options)
     out.square().sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+def test_ties_of_an_index_with_few_heads_are_named() -> None:
+    """Keys that every head scores 0 tie: what transformers computes changes with the length of the row."""
+    row = list(range(3, 19))
+    with pytest.raises(ValueError, match=r"index_n_heads=2, keys tie .* set index_n_heads to 8 or more"):
+        check_causal(tiny_model("deepseek_v32", index_n_heads=2), row)
+    check_causal(tiny_model("deepseek_v32", index_n_heads=8), row)

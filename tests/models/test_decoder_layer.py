@@ -6,13 +6,14 @@ import importlib
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from lockstep.models.attention import ATTENTION_NAME, PackedAttention, no_mask
 from lockstep.models.decoder_layer import DecoderLayer, FinalNorm
 from lockstep.models.known_models import KNOWN_LAYERS, computes_packed, install_decoder_layers, why_own_forward
 from lockstep.models.model_check import transformers_forward
 from tests.models.architectures import MODEL_TYPES, SKIPPED, tiny_config as tiny_config_of, tiny_model
+from tests.models.vision_families import FAMILIES
 from tests.tiny import tiny_config
 
 CPU = torch.device("cpu")
@@ -38,10 +39,10 @@ def run(model: nn.Module) -> Tensor:
 
 
 def test_every_row_of_the_table_is_walked() -> None:
-    """`test_architectures.py` compares values, gradients and decoding of each type with transformers."""
+    """`test_architectures.py` and `test_vision.py` compare values, gradients and decoding of each type with transformers."""
     walked: set[str] = set()
-    for kind in set(MODEL_TYPES) - set(SKIPPED):
-        config = tiny_config_of(kind)
+    configs = [tiny_config_of(kind) for kind in set(MODEL_TYPES) - set(SKIPPED)]
+    for config in [*configs, *(AutoConfig.for_model(name) for name in FAMILIES)]:
         if why_own_forward(config) is None:
             module = importlib.import_module(type(config).__module__.replace("configuration", "modeling"))
             walked |= {name for name in vars(module) if name in KNOWN_LAYERS}

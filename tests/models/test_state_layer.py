@@ -1,11 +1,12 @@
 """Our layer with a state: the numbers of transformers' own layers row by row, on packed and padded tokens and in decode."""
 
 import copy
+import importlib.metadata
 import inspect
 import sys
 from functools import wraps
 from itertools import pairwise
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from lockstep.kernels.packed import packed_view
+from lockstep.models import gated_delta as gated_delta_module
 from lockstep.models.attention import (
     ATTENTION_NAME,
     AttentionContext,
@@ -24,15 +26,15 @@ from lockstep.models.attention import (
     no_mask,
 )
 from lockstep.models.decoder_layer import DecoderLayer
-from lockstep.models.gated_delta import GatedDelta, PackedGatedDelta, gated_delta
+from lockstep.models.gated_delta import GatedDelta, PackedGatedDelta, gated_delta, kernels_serve, trains_with_kernels
 from lockstep.models.known_models import KNOWN_MIXERS, install_decoder_layers
 from lockstep.models.lora import adapter_layers
 from lockstep.models.model_check import transformers_forward
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.split_weights import check_sizes
 from lockstep.models.state_layer import StateLayer
-from lockstep.models.state_rows import PackedRows, RowStates, StateCore
-from tests.models.architectures import VOCAB, tiny_model
+from lockstep.models.state_rows import PackedRows, RowBounds, RowStates, StateCore
+from tests.models.architectures import VOCAB, tiny_model, torch_forms
 
 CPU = torch.device("cpu")
 LAYERS = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
@@ -51,10 +53,10 @@ LENGTHS = [PROMPT + 30, 1, 2, 63, 64, 65, 130, 5, 1]
 PREFIXES = [(0, 0)] * (len(LENGTHS) - 2) + [(0, PROMPT)] * 2
 
 
-def make_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def make_model(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> PreTrainedModel:
     """Transformers' own layers; small enough weights that rounding is not amplified."""
     model_type, changes = MODELS[name]
-    model = tiny_model(model_type, max_position_embeddings=256, **LAYERS | changes)
+    model = tiny_model(model_type, max_position_embeddings=256, **LAYERS | changes | more)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -86,7 +88,7 @@ def by_row(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def call(model: PreTrainedModel, ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
-    mask = no_mask(CPU)
+    mask = no_mask(ids.device)
     options = {"position_ids": positions, "attention_mask": mask, "use_cache": False, "lockstep_context": context}
     out: Tensor = model(input_ids=ids, **options).logits
     return out.float().log_softmax(-1)
@@ -94,7 +96,8 @@ def call(model: PreTrainedModel, ids: Tensor, positions: Tensor, context: Attent
 
 def packed(model: PreTrainedModel, ids: Tensor) -> Tensor:
     positions = torch.cat([torch.arange(before, before + own) for own, (_, before) in zip(LENGTHS, PREFIXES)])
-    return call(model, ids[None], positions[None], PackedAttention(LENGTHS, CPU, PREFIXES))[0]
+    context = PackedAttention(LENGTHS, ids.device, PREFIXES)
+    return call(model, ids[None], positions[None].to(ids.device), context)[0]
 
 
 def padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -112,7 +115,7 @@ def padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def backward(log_probs: Tensor, ids: Tensor) -> None:
     """Of a weighted sum of the log-probs of some tokens."""
-    weights = torch.randn(len(ids), generator=torch.Generator().manual_seed(5))
+    weights = torch.randn(len(ids), generator=torch.Generator().manual_seed(5)).to(ids.device)
     (log_probs.gather(1, ids.roll(-1)[:, None])[:, 0] * weights).sum().backward()
 
 
@@ -297,6 +300,68 @@ def test_the_form_without_padding_equals_padded_rows(
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Qwen3-Next, dense", "Qwen3.5"])
+def test_kernels_are_about_as_close_to_float32_as_transformers_row_by_row(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs and gradients of packed tokens with flash-linear-attention in bfloat16, a shared prompt included."""
+    pytest.importorskip("fla")
+    if not torch.cuda.is_available() or not trains_with_kernels():
+        pytest.skip("needs a CUDA device, and a Triton version that flash-linear-attention trains with")
+    calls: list[int] = []
+    packed_form = PackedGatedDelta.packed
+
+    def counted(core: PackedGatedDelta, x: Tensor, bounds: RowBounds, states: RowStates) -> Tensor:
+        calls.append(len(bounds))
+        return packed_form(core, x, bounds, states)
+
+    monkeypatch.setattr(PackedGatedDelta, "packed", counted)
+    heads = {"linear_key_head_dim": 32, "linear_value_head_dim": 64}
+    exact, half = (make_model(name, dtype, **heads) for dtype in (torch.float32, torch.bfloat16))
+    with torch.no_grad():  # the same weights
+        for one, other in zip(exact.parameters(), half.parameters()):
+            one.copy_(other)
+    model, ids = ours_of(half).to("cuda"), tokens()
+    with torch_forms(exact):
+        expected, theirs = by_row(exact, ids), by_row(half, ids)
+    ours = packed(model, ids.to("cuda"))
+    assert len(calls) == 4  # in both layers the shared prompts, then everything else
+    errors = [float((found.cpu() - expected).detach().abs().mean()) for found in (ours, theirs)]
+    assert errors[0] <= 2 * errors[1], f"log-probs off by {errors[0]:.2g}, transformers' by {errors[1]:.2g}"
+    for found, of_ids in ((expected, ids), (theirs, ids), (ours, ids.to("cuda"))):
+        backward(found, of_ids)
+    for (parameter, p_exact), p_theirs, p_ours in zip(exact.named_parameters(), half.parameters(), model.parameters()):
+        assert p_exact.grad is not None and p_theirs.grad is not None and p_ours.grad is not None, parameter
+        norm = float(p_exact.grad.norm())
+        errors = [float((p.grad.cpu().float() - p_exact.grad).norm()) / norm for p in (p_ours, p_theirs)]
+        assert errors[0] <= 3 * errors[1] + 0.02, (
+            f"{parameter}: off by {errors[0]:.2g}, transformers' by {errors[1]:.2g}"
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Qwen3-Next, dense", "Qwen3.5"])
+def test_the_forward_keeps_no_more_memory_than_counted(name: str) -> None:
+    pytest.importorskip("fla")
+    if not torch.cuda.is_available() or not trains_with_kernels():
+        pytest.skip("needs a CUDA device, and a Triton version that flash-linear-attention trains with")
+    sizes = {"hidden_size": 256, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "intermediate_size": 512}
+    model = ours_of(make_model(name, torch.bfloat16, **sizes)).to("cuda")
+    layer: Any = model.get_decoder().layers[0]
+    lengths, prefixes = [512] + [256] * 15, [(0, 0)] + [(0, 256)] * 15
+    stream = torch.randn(1, sum(lengths), 256, device="cuda", requires_grad=True)
+    context = PackedAttention(lengths, torch.device("cuda"), prefixes)
+    for _ in range(2):  # the first call compiles
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = layer(stream, lockstep_context=context)
+        kept = torch.cuda.memory_allocated() - before - out.nbytes
+        del out
+    counted = layer.activation_bytes(sum(lengths), 2)
+    assert 0.5 * counted <= kept <= counted, f"{kept / 2**20:.1f} MiB kept, {counted / 2**20:.1f} counted"
+
+
 @pytest.mark.parametrize("name", ["torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"])
 def test_float32_does_not_reach_the_kernels_of_a_package(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core = GatedDelta(make_model("Qwen3.5").get_decoder().layers[0].linear_attn)
@@ -307,6 +372,27 @@ def test_float32_does_not_reach_the_kernels_of_a_package(name: str, monkeypatch:
     expected = inspect.unwrap(getattr(core.functions, name))
     monkeypatch.setattr(core.functions, name, wraps(expected)(refuse))
     assert core._rule(name, torch.zeros(1)) is expected
+
+
+@pytest.mark.parametrize(
+    ("major", "version", "trains"),
+    [(9, "3.6.0", False), (9, "3.7.1", True), (9, "3.3.1+git1", True), (8, "3.6.0", True), (9, "3.10.0", True)],
+)
+def test_training_avoids_kernels_without_a_gradient(
+    major: int, version: str, trains: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(gated_delta_module, "find_spec", lambda name: None if name == "tilelang" else object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
+    monkeypatch.setattr(gated_delta_module, "has_linear_attention_kernels", lambda: True)
+    assert trains_with_kernels.__wrapped__() is trains
+    assert ("trains in torch" in caplog.text) is not trains
+    x: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    monkeypatch.setattr(gated_delta_module, "trains_with_kernels", lambda: trains)
+    assert kernels_serve(x) is trains
+    with torch.no_grad():
+        assert kernels_serve(x)
 
 
 def test_tensor_parallelism_is_refused() -> None:

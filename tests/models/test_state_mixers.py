@@ -1,6 +1,5 @@
 """Recurrent and hybrid models on packed tokens: the log-probs and gradients of transformers, one row at a time."""
 
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -143,13 +142,6 @@ def test_replaced_modules_know_whether_the_model_trains(model_type: str, tmp_pat
     for mode in (True, False):
         model.train(mode)
         assert all(module.reference.training is mode for module in replaced)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Attention shared among ranks equals attention on one, forward and backward; slices of a packed row are the row."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -9,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.models.attention import LayerOptions, PackedAttention
+from lockstep.models.attention import PackedAttention
+from lockstep.models.layer_options import LayerOptions
 from lockstep.models.packing import forward_rows
 from lockstep.models.ulysses import SequenceGroup, UlyssesAttention, check_heads
 from tests.engines.train.ranks import Ranks
@@ -19,13 +19,6 @@ CPU = torch.device("cpu")
 LENGTHS = [5, 1, 9, 8, 1]
 NUM_TOKENS = sum(LENGTHS)
 NOBODY = cast(dist.ProcessGroup, None)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 def heads(num_heads: int, num_keys: int, value_width: int) -> list[Tensor]:

@@ -3,7 +3,6 @@
 import json
 import logging
 import pickle
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from lockstep import cli
 from lockstep.models import export
@@ -21,18 +22,11 @@ from lockstep.models.known_models import install_decoder_layers
 from tests.engines.train.ranks import Ranks
 from tests.export.save_cases import save_as_verl, save_parts, verl_part, write_run
 from tests.models import load_cases
-from tests.models.architectures import save_tiny_model
+from tests.models.architectures import MODEL_TYPES, SKIPPED, save_tiny_model
 from tests.models.load_cases import LAYER_BYTES, NUM_LAYERS
 from tests.tiny import save_tiny_model as save_model, tiny_tokenizer
 
 WORLDS = (1, 2, 4)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 def on_ranks(ranks: Ranks, world: int, function: Any, *args: Any) -> list[Any]:
@@ -227,6 +221,37 @@ def test_experts_are_exported_in_the_format_of_their_folder(
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     install_decoder_layers(again)
     assert (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) == (file_bytes == 1)
+
+
+MIXTURES = sorted(
+    model_type
+    for model_type in set(MODEL_TYPES) - SKIPPED.keys()
+    if any(isinstance(c, WeightConverter) for c in get_checkpoint_conversion_mapping(model_type) or ())
+)
+"""Types whose parameters are not those of their files, as experts are fused."""
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(model_type, marks=() if model_type in ("mixtral", "nemotron_h", "hrm_text") else pytest.mark.slow)
+        for model_type in MIXTURES
+    ],
+)
+def test_weights_are_sent_as_they_are_saved(model_type: str, tmp_path: Path) -> None:
+    """Names, shapes and bits of `save_pretrained`, which vLLM loads; shapes are announced by empty tensors."""
+    save_tiny_model(model_type, tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    model = load_cases.opened(tmp_path, "policy", torch.float32)
+    saved = set(model.transformer.state_dict())
+    buffers = [(name, buffer) for name, buffer in model.transformer.named_buffers() if name in saved]
+    parameters = [*load_cases.whole(model), *buffers]
+    sent = dict(export.as_saved(model.transformer, parameters))
+    assert sent.keys() == expected.keys() != dict(parameters).keys()
+    assert all(torch.equal(sent[name], expected[name]) for name in expected)
+    empty = [(name, torch.empty(tensor.shape, device="meta")) for name, tensor in parameters]
+    shapes = [(name, tensor.shape) for name, tensor in export.as_saved(model.transformer, empty)]
+    assert shapes == [(name, tensor.shape) for name, tensor in sent.items()]
 
 
 def test_shards_of_two_ranks_are_exported(ranks: Ranks, tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def test_groups_with_their_responses(run: Path, capsys: pytest.CaptureFixture[st
     assert "  [2] score 0.5 | advantage +0 | 3 tokens | stopped | pred x y" in lines
 
 
+def test_images_of_the_prompt_are_named_once_per_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row("a", 1.0, 3, images=["images/1.png", "images/2.png"])] * 2
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))
+    lines = shown(capsys, str(tmp_path)).splitlines()
+    assert [line for line in lines if "image:" in line] == [f"  image: {tmp_path}/images/{n}.png" for n in (1, 2)]
+
+
 def test_the_data_source_is_told_once_per_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row("a", 1.0, 3, data_source="openai/gsm8k")] * 2
     (tmp_path / "1.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rows))

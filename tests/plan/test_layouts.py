@@ -1,7 +1,6 @@
 """The plan's bytes of weights, optimizer state and gradients on each rank, beside those of tiny engines on CPU processes."""
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +93,6 @@ def planned(folder: Path, world: int, strategy: str, settings: dict[str, Any]) -
     model = model_of("actor", "pool", world, 1, shape, config, engine, device, update=units, updates=1)
     resident = model.layout.resident(model, is_active=True, updates=True)
     return resident.weights + resident.moments + model.layout.update(device, model, units, 0.0)["gradients"]
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,18 @@ from lockstep.cli import main
 from lockstep.config import checks
 from lockstep.config.compose import load_config
 from lockstep.config.ppo import PPOConfig
+from lockstep.engines.rollout.embedded.state_slots import bytes_per_slot
+from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.known_models import install_decoder_layers
 from lockstep.plan import hardware
 from lockstep.plan.batch_units import Lengths, batch_units
 from lockstep.plan.hardware import DEVICES
 from lockstep.plan.job import Job, job_of
 from lockstep.plan.memory import phases
 from lockstep.plan.model_shape import ModelShape
-from lockstep.plan.step_time import step_times, transfer_time
+from lockstep.plan.step_time import fitting_sequences, step_times, transfer_time
+from tests.engines.rollout.rollout_cases import embedded
+from tests.models import architectures
 
 SHAPES = {  # Qwen2.5: vocabulary, width, inner, layers, heads, key heads, tied
     "0.5b": (151936, 896, 4864, 24, 14, 2, True),
@@ -100,6 +106,99 @@ def test_number_of_parameters(model_type: str, more: dict[str, Any]) -> None:
     assert ModelShape.from_config(config.to_dict()).parameters == expected
 
 
+EXACT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "bamba", "falcon_h1", "jamba")
+"""Hybrid models with counted parameters; those of the others differ by norms and by what their MLPs have besides."""
+
+
+@pytest.mark.parametrize(
+    "model_type", [*EXACT, "granitemoehybrid", "kimi_linear", "lfm2", "minimax", "nemotron_h", "olmo_hybrid", "zamba2"]
+)
+def test_states_and_cache_are_those_of_the_engine(model_type: str) -> None:
+    uniform = {"jamba": {"num_experts": 1}, "qwen3_next": {"mlp_only_layers": []}}
+    policy = architectures.tiny_model(model_type, **uniform.get(model_type, {}))
+    shape = ModelShape.from_config(policy.config.to_dict())
+    if model_type in EXACT:
+        assert shape.parameters == sum(parameter.numel() for parameter in policy.parameters())
+    install_decoder_layers(policy)
+    policy.set_attn_implementation(ATTENTION_NAME)
+    for dtype in (torch.float32, torch.bfloat16):
+        runner = embedded(policy.to(dtype)).runner
+        assert runner is not None
+        assert shape.state_bytes(dtype.itemsize) == bytes_per_slot(runner.layer_states()) > 0
+        assert (shape.counts.state, shape.counts.attention) == (len(runner.layer_states()), len(runner.layers()))
+        if model_type != "zamba2":  # keys and values of another size than the heads
+            per_token = sum(layer.bytes_per_token for layer in runner.layers().values())
+            assert shape.kv_bytes(dtype.itemsize, is_cpu=True) == per_token
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3"])
+def test_cache_of_latents(model_type: str) -> None:
+    """On CPU a latent and a rope key per token and layer; on CUDA the keys and values of all heads."""
+    policy = architectures.tiny_model(model_type)
+    config = policy.config
+    shape = ModelShape.from_config(config.to_dict())
+    install_decoder_layers(policy)
+    policy.set_attn_implementation(ATTENTION_NAME)
+    runner = embedded(policy).runner
+    assert runner is not None
+    assert shape.kv_bytes(4, is_cpu=True) == sum(layer.bytes_per_token for layer in runner.layers().values())
+    per_head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    assert shape.kv_bytes(2) == config.num_hidden_layers * config.num_attention_heads * per_head * 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "counts"),
+    [
+        ({"full_attention_interval": 4}, (2, 6)),
+        ({"attn_layer_period": 8, "attn_layer_offset": 4}, (1, 7)),
+        ({"attn_layer_indices": [3]}, (1, 7)),
+        ({"layer_types": ["linear_attention"] * 5 + ["full_attention"] * 3}, (3, 5)),
+    ],
+)
+def test_which_layers_have_a_state(keys: dict[str, Any], counts: tuple[int, int]) -> None:
+    """As the published config.json files tell it."""
+    sizes = {
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+    }
+    config = {"model_type": "qwen3_next", **TINY, "num_hidden_layers": 8, **sizes}
+    shape = ModelShape.from_config(config | keys)
+    assert (shape.counts.attention, shape.counts.state, shape.counts.mlp) == (*counts, 8)
+    with pytest.raises(ValueError, match=r"config\.json of qwen3_next has no layer_types"):
+        ModelShape.from_config(config)
+
+
+def test_layers_of_kimi_linear() -> None:
+    """As its published config.json tells them, from 1 on."""
+    section = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "full_attn_layers": [4, 8]}
+    config = {"model_type": "kimi_linear", **TINY, "num_hidden_layers": 8, "linear_attn_config": section}
+    shape = ModelShape.from_config(config)
+    assert (shape.counts.attention, shape.counts.state) == (2, 6)
+    assert shape.state_bytes(4) == 6 * 4 * (3 * 32 * 4 + 4 * 8 * 8)
+
+
+def test_states_take_memory_of_the_cache(command: Any, tmp_path: Path) -> None:
+    settings = command("0.5b", 16, 256, 256)
+    path = tmp_path / "0.5b" / "config.json"
+    (plain,) = [phase for phase in phases(plan(settings)) if phase.name == "generate"]
+    sizes = {"linear_num_value_heads": 16, "linear_value_head_dim": 128, "linear_num_key_heads": 16}
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | sizes | {"linear_key_head_dim": 128, "full_attention_interval": 4}))
+    job = plan(settings)
+    (hybrid,) = [phase for phase in phases(job) if phase.name == "generate"]
+    slot = job.models[0].shape.state_bytes(2)
+    num_layers = config["num_hidden_layers"]
+    assert slot == num_layers * 3 // 4 * (2 * 4 * 3 * 2048 + 4 * 16 * 128 * 128)
+    assert hybrid.parts["states"] == 129 * slot and "states" not in plain.parts
+    assert hybrid.parts["KV cache"] == plain.parts["KV cache"] / 4
+    assert fitting_sequences(job, hybrid) == 128
+    small = replace(job, device=replace(job.device, memory=3 * 129 * slot))
+    (narrow,) = [phase for phase in phases(small) if phase.name == "generate"]
+    assert 1 <= fitting_sequences(small, narrow) < 128
+
+
 DYNAMIC = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=16384")
 NO_CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
 LORA = (f"{ACTOR}.use_dynamic_bsz=true", "actor_rollout_ref.model.lora_rank=32")
@@ -148,6 +247,29 @@ def test_agrees_with_measured_runs(
     assert times["update actor"] == pytest.approx(update_s, rel=0.3)
 
 
+def test_a_response_of_32k_tokens(command: Any) -> None:
+    """What an update keeps, by hand: every layer of 1.5B; 17 of 28 layers of 7B, beside the logits that the head keeps.
+
+    Without room for those, the backward of one layer is the peak instead.
+    """
+    tokens = 256 + 32768
+    more = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}")
+    more += ("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.rollout.gpu_memory_utilization=0.8")
+    full = plan(command("1.5b", 8, 256, 32768, *more))
+    lora = plan(command("7b", 8, 256, 32768, *more, LORA[1]))
+    (of_full, of_lora), heads = ([phases(job)[-1].parts for job in (full, lora)], 3 * 1536 + 3 * 256)
+    assert of_full["activations"] == 28 * tokens * (2 * 1536 * 6 + 2 * heads + 4 * 8960)
+    stream, layer = tokens * 4 * 3584, tokens * (2 * 3584 * 6 + 6 * (3584 + 512) + 4 * 18944 + 2 * 7 * 32)
+    assert of_lora["activations"] == 17 * layer + 11 * stream
+    assert of_lora["logits"] == 4 * 2**28 + 2 * 32768 * 152064
+    assert phases(full)[0].parts["KV cache"] > 32 * tokens * 2 * 28 * 2 * 128 * 2  # all samples at once
+    small = replace(lora, device=replace(lora.device, memory=40e9))
+    tight = phases(small)[-1].parts
+    assert tight["activations"] == 28 * stream and "logits" not in tight
+    assert tight["backward of a layer"] == layer + tokens * (3584 * 6 + 6 * 18944)
+    assert step_times(small, phases(small))["update actor"] > step_times(lora, phases(lora))["update actor"]
+
+
 def test_agrees_with_a_measured_run_in_4_bits(command: Any) -> None:
     """docs/lora.md: 14.0 GB, 9.6 s and 7.5 s."""
     more = (*LORA, f"{ACTOR}.ppo_max_token_len_per_gpu=8192", "actor_rollout_ref.model.load_in_4bit=true")
@@ -179,6 +301,17 @@ def test_ranks_share_weights_and_moments(command: Any) -> None:
         command("7b", 16, 256, 512, f"{ACTOR}.fsdp_config.param_offload=true", "trainer.n_gpus_per_node=8")
     )
     assert "weights for decoding" not in phases(offloaded)[-1].parts
+
+
+def test_weights_in_8_bits_are_counted(command: Any) -> None:
+    plain, fp8 = (
+        plan(command("7b", 16, 256, 512, *DYNAMIC, *more))
+        for more in ((), ("actor_rollout_ref.rollout.quantization=fp8",))
+    )
+    copies = [phase.parts["weights in 8 bits"] for phase in phases(fp8)]
+    shape = fp8.models[0].shape
+    assert len(set(copies)) == 1 and 0.8 * shape.parameters < copies[0] < shape.parameters
+    assert not any("weights in 8 bits" in phase.parts for phase in phases(plain))
 
 
 def test_critic_and_reference_are_counted(command: Any) -> None:
@@ -412,7 +545,7 @@ def test_a_base_in_4_bits(command: Any, monkeypatch: pytest.MonkeyPatch, capsys:
     """7.07 of the 7.62 billion parameters at 0.516 bytes; those are not sharded."""
     monkeypatch.setattr(checks, "find_spec", lambda name: None)  # it need not be installed
     model = "actor_rollout_ref.model"
-    lora = [f"{model}.lora_rank=32", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=8192"]
+    lora = [f"{model}.lora_rank=32", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=12288"]
     settings = command("7b", 16, 256, 512, *lora, f"{model}.load_in_4bit=true")
     assert main(["plan", "--device", "RTX4090", *settings]) == 0
     shown = capsys.readouterr().out

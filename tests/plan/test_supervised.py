@@ -44,7 +44,7 @@ def test_pairs_stay_together_and_a_reward_model_has_no_logits(settings: list[str
     found = [plan.job.models[0].update for plan in (sft, dpo, rm)]
     assert [units and units.sequences for units in found] == [64, 128, 128]
     assert [units and units.micro.rows for units in found] == [3, 2, 2]
-    assert rm.worst.parts["logits"] < dpo.worst.parts["logits"] / 50
+    assert dpo.worst.parts["logits"] > 0 and "logits" not in rm.worst.parts
     rows = plan_of(
         load_config(RMConfig, [*settings, "data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=3"]),
         DEVICES["H200"],

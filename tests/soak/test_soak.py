@@ -5,6 +5,8 @@ import pytest
 from tests.soak.__main__ import main
 from tests.soak.samples import Series
 
+pytestmark = pytest.mark.first
+
 
 def series(quantity: str, values: list[float], every: int = 50) -> Series:
     found = Series(quantity, "trainer")
@@ -26,7 +28,7 @@ def test_a_leak_is_found_and_noise_is_not() -> None:
 
 @pytest.mark.slow
 def test_a_short_soak(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--steps", "60", "--save-freq", "20", "--noise", "8"]) == 0
+    assert main(["--steps", "32", "--save-freq", "8", "--noise", "8"]) == 0
     output = capsys.readouterr().out
     assert output.count("nothing grows beyond its bound") == 2
     assert "| memory | trainer (pid " in output and "| threads | agent worker (pid " in output

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lockstep.protocol.columns import tensors_of
 from lockstep.protocol.generation import Completion, GenerationRequest
 from lockstep.rewards.errors import AllRowsFailedError
 from lockstep.trainer.main_ppo import main
-from lockstep.trainer.ppo import async_sampling
+from lockstep.trainer.ppo import async_sampling, group_scorer
 from lockstep.trainer.ppo.async_sampling import AsyncSampling
 from lockstep.utils.event_loop import all_of
 
@@ -28,10 +29,11 @@ SECONDS = 0.05
 
 
 class ScriptedClient:
-    """Answers with the prompt's number after `delay(number)` seconds."""
+    """Answers with the prompt's number after `delay(number)` seconds, and `sample_delay` of the sample's place in its prompt."""
 
-    def __init__(self, delay: Callable[[int], float]) -> None:
+    def __init__(self, delay: Callable[[int], float], sample_delay: Callable[[int], float]) -> None:
         self.delay = delay
+        self.sample_delay = sample_delay
         self.submission = threading.Lock()
         self.aborted: set[int] = set()
         self.seeds: dict[int, list[int]] = {}
@@ -55,9 +57,10 @@ class ScriptedClient:
     async def generate(self, request: GenerationRequest, *, key: str = "") -> Completion:
         assert self.is_running
         (number,) = request.prompt_ids
-        self.seeds.setdefault(number, []).append(request.seed)
+        seeds = self.seeds.setdefault(number, [])
+        seeds.append(request.seed)
         try:
-            await asyncio.sleep(self.delay(number))
+            await asyncio.sleep(self.delay(number) + self.sample_delay((len(seeds) - 1) % N))
         except asyncio.CancelledError:
             self.aborted.add(number)
             raise
@@ -87,10 +90,15 @@ def by_number(data: DataProto, return_dict: bool) -> dict[str, Any]:
 
 @pytest.fixture
 def sampling(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., AsyncSampling]:
-    def make(*extra: str, reward: Any = by_number, delay: Callable[[int], float] = lambda number: 0.0) -> AsyncSampling:
+    def make(
+        *extra: str,
+        reward: Any = by_number,
+        delay: Callable[[int], float] = lambda number: 0.0,
+        sample_delay: Callable[[int], float] = lambda place: 0.0,
+    ) -> AsyncSampling:
         settings = ["algorithm.adv_estimator=grpo", f"actor_rollout_ref.rollout.n={N}", *extra]
         config = load_config(PPOConfig, [*overrides, *settings])
-        monkeypatch.setattr(async_sampling, "RolloutClient", lambda group: ScriptedClient(delay))
+        monkeypatch.setattr(async_sampling, "RolloutClient", lambda group: ScriptedClient(delay, sample_delay))
         return AsyncSampling(config, None, None, reward, pad_token_id=0)
 
     return make
@@ -123,7 +131,7 @@ def test_groups_are_scored_while_others_generate(sampling: Any) -> None:
     _, metrics, timing = collect(made, range(10, 14))
     assert [sorted(set(numbers)) for _, numbers in calls] == [[10, 11, 12], [13]]
     assert calls[0][0] + 2 * SECONDS < made.sampler.generated[-1]
-    assert SECONDS <= timing["reward"] < 3 * SECONDS < timing["gen"]
+    assert timing["reward"] >= SECONDS and timing["gen"] > 3 * SECONDS
     assert 0 < metrics["perf/reward_idle_fraction"] < 1
 
 
@@ -140,6 +148,83 @@ def test_groups_that_wait_for_a_call_are_scored_together(sampling: Any) -> None:
 
     collect(sampling(reward=slow, delay=lambda number: SECONDS * (number > 10) * (1 + number / 100)), range(10, 14))
     assert [len(numbers) for numbers in calls] == [N, 3 * N]
+
+
+class Alone:
+    """A reward whose scores depend on their rows alone, with its calls: the number of each row's prompt."""
+
+    scores_rows_alone = True
+
+    def __init__(self, failing: Callable[[int], bool] = lambda seed: False, compares_samples: bool = False) -> None:
+        self.failing = failing
+        self.compares_samples = compares_samples
+        self.calls: list[list[int]] = []
+
+    def __call__(self, data: DataProto, return_dict: bool) -> dict[str, Any]:
+        self.calls.append(numbers_of(data))
+        seeds = data.tensors["sampling_seed"].tolist()
+        failed = [float(self.failing(seed)) for seed in seeds]
+        if all(failed):
+            cause = ValueError("no answer")
+            raise AllRowsFailedError("f", "math", {"ValueError('no')": len(seeds)}, "reward.py:1 in f") from cause
+        scores = [0.0 if fail else seed % 7 for seed, fail in zip(seeds, failed)]
+        acc = [None if fail else score for score, fail in zip(scores, failed)]
+        return scores_of(data, scores, reward_failed=failed, acc=acc)
+
+
+def test_samples_are_scored_while_others_of_their_prompt_generate(sampling: Any) -> None:
+    alone, together = Alone(), Alone(compares_samples=True)
+    batches = []
+    for reward in (alone, together):
+        made = sampling(reward=reward, sample_delay=lambda place: 6 * SECONDS * place)
+        batch, metrics, timing = collect(made, range(10, 14))
+        batches.append(batch)
+        assert metrics["perf/reward_hidden_s"] >= 0 and timing["reward"] < timing["gen"]
+    assert sorted(alone.calls[0]) == [10, 11, 12, 13] and sorted(chain(*alone.calls)) == numbers_of(batches[0])
+    assert together.calls[0].count(together.calls[0][0]) == N  # all samples of a prompt in one call
+    a, b = batches
+    assert a.tensors.keys() == b.tensors.keys() and a.non_tensor_batch.keys() == b.non_tensor_batch.keys()
+    assert all(torch.equal(a.tensors[key], b.tensors[key]) for key in tensors_of(a.batch))
+    assert all(list(a.non_tensor_batch[key]) == list(b.non_tensor_batch[key]) for key in a.non_tensor_batch)
+
+
+def test_a_sample_that_fails_alone_scores_zero(sampling: Any, caplog: pytest.LogCaptureFixture) -> None:
+    (prompts,) = prompts_of(range(10, 14))
+    seeds = sampling().sampler.prepare(prompts, step=1, draw=0).rows.tensors["sampling_seed"].tolist()
+    made = sampling(reward=Alone(failing=lambda seed: seed in (seeds[3], seeds[4])), delay=lambda n: SECONDS * n / 10)
+    batch, _, _ = collect(made, range(10, 14))
+    expected = [0.0 if place in (3, 4) else seed % 7 for place, seed in enumerate(seeds)]
+    assert batch.tensors["token_level_scores"].sum(-1).tolist() == expected
+    assert list(batch.non_tensor_batch["acc"]) == expected
+    assert list(batch.non_tensor_batch["reward_failed"]) == [float(place in (3, 4)) for place in range(8)]
+    assert caplog.text.count("ValueError: no answer") <= 1
+
+
+def test_samples_that_all_fail_alone_stop_the_run(sampling: Any, caplog: pytest.LogCaptureFixture) -> None:
+    made = sampling(reward=Alone(failing=lambda seed: True), sample_delay=lambda place: 4 * SECONDS * place)
+    with pytest.raises(AllRowsFailedError, match="f failed on 8 of 8 samples"):
+        collect(made, range(10, 14))
+    assert caplog.text.count("ValueError: no answer") == 1  # the traceback, once
+
+
+def test_calls_of_the_reward_function_are_not_too_many(sampling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_scorer, "MIN_INTERVAL_S", 1000.0)
+    reward = Alone()
+    batch, _, _ = collect(sampling(reward=reward, delay=lambda number: SECONDS * (number - 10)), range(10, 14))
+    assert [len(call) for call in reward.calls] == [N, 3 * N], "the last one when nothing is generated"
+    assert numbers_of(batch) == [10, 10, 11, 11, 12, 12, 13, 13]
+
+
+def test_sync_sampling_names_the_mode_that_hides_slow_rewards(sampling: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    made = sampling(reward=Alone())
+    for gen_s, reward_s in ((1.0, 0.5), (100.0, 10.0)):  # short, or a small share
+        made._suggest_async(gen_s, reward_s)
+    sampling(reward=by_number)._suggest_async(5.0, 5.0)  # needs the whole batch
+    assert "mode=async" not in caplog.text
+    made._suggest_async(10.0, 4.0)
+    made._suggest_async(10.0, 4.0)
+    assert caplog.text.count("rewards took 4.0 s after 10.0 s of generation; actor_rollout_ref.rollout.mode=async") == 1
 
 
 FILTER = ("algorithm.filter_groups.enable=true",)

@@ -1,4 +1,4 @@
-"""GRPO of tiny models with chunked and indexed attention, and of one that computes by its own forward."""
+"""GRPO of tiny models with chunked, latent and indexed attention, and of one that computes by its own forward."""
 
 from pathlib import Path
 
@@ -28,6 +28,7 @@ LORA = [
     ("model_type", "rollout", "extra"),
     [
         ("llama4_text", "embedded", ["actor_rollout_ref.model.enable_gradient_checkpointing=true"]),
+        ("deepseek_v3", "embedded", [*LORA, "actor_rollout_ref.rollout.max_num_batched_tokens=16"]),
         ("deepseek_v32", "embedded", []),
         ("glm_moe_dsa", "embedded", LORA),
         ("gptj", "hf", []),

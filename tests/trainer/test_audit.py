@@ -122,6 +122,22 @@ def test_the_bound_follows_the_first_step(batch: DataProto) -> None:
         gap_of(batch, exact, 0.002)
 
 
+def test_the_bound_of_a_rollout_in_8_bits_is_its_key(batch: DataProto) -> None:
+    bound = GapBound(torch.float32, largest=0.2)
+    gap_of(batch, bound, 0.02)
+    gap_of(batch, bound, 0.07)
+    with pytest.raises(
+        AuditError, match=r"in 8 bits .* by 0\.0900 .* is 0\.0800 \(four times that of the first step\)"
+    ):
+        gap_of(batch, bound, 0.09)
+    wide = GapBound(torch.bfloat16, largest=0.2)
+    gap_of(batch, wide, 0.15)
+    with pytest.raises(
+        AuditError, match=r"bound is 0\.2000\. .* raise actor_rollout_ref\.rollout\.quantization_max_gap"
+    ):
+        gap_of(batch, wide, 0.25)
+
+
 def test_a_corrected_gap_is_reported_and_sets_no_bound(batch: DataProto) -> None:
     bound = GapBound(torch.float32)
     assert gap_of(batch, bound, 1.0, is_expected=True) == pytest.approx(1.0, abs=1e-3)

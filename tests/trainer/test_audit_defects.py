@@ -194,8 +194,8 @@ def conversation(agents: Agents) -> DataProto:
     turns = [[*tokenizer(TALK[place]["content"])["input_ids"], 2] for place in (1, 3)]
     bridge = renderer.bridge(TALK[:2], TALK[2:3], 2)
     assert bridge is not None
-    response = [*turns[0], *bridge, *turns[1]]
-    mask = [1] * len(turns[0]) + [0] * len(bridge) + [1] * len(turns[1])
+    response = [*turns[0], *bridge.ids, *turns[1]]
+    mask = [1] * len(turns[0]) + [0] * len(bridge.ids) + [1] * len(turns[1])
     columns = {"raw_prompt": TALK[:1], "raw_prompt_ids": prompt, "messages": TALK[1:], "trajectory_breaks": 0}
     return DataProto.from_dict(
         tensors={

@@ -24,6 +24,8 @@ READ_ON_RESUME = (
     "manifest.json",
     "data.json",
     "trainer_state.json",
+    "rollout/rank_0.json",
+    "rollout/rank_0.safetensors",
     "reward_probe.json",
     "reward_probe.safetensors",
     "actor/extra_rank_0.json",

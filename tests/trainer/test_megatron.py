@@ -1,20 +1,10 @@
 """Runs with `strategy=megatron`: every layout gives the samples, metrics and weights of the FSDP engine in one process."""
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from lockstep.trainer import fsdp_sft_trainer, main_ppo
-from tests.metrics import metrics_of, numbers_of
-from tests.programs import Program
-from tests.tiny import save_tiny_model
+from lockstep.trainer import main_ppo
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
@@ -23,9 +13,7 @@ from tests.engines.train.test_megatron_ranks import save_family
 from tests.shared_processes import SharedProcesses
 from tests.trainer import test_scale
 from tests.trainer.test_scale import DYNAMIC, Runs, assert_equal, workers
-from tests.trainer.test_sft import KILLER
 
-ROOT = Path(__file__).parents[2]
 ACTOR, REF, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "model", "rollout"))
 STEPS = 5
 SHORT = ["trainer.total_training_steps=3"]
@@ -78,11 +66,12 @@ def test_a_short_run(runs: Runs, layout: str) -> None:
 
 
 @many
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("settings", [[], GRPO], ids=["ppo", "grpo"])
+@pytest.mark.parametrize(
+    ("settings", "layout"),
+    [([], layout) for layout in LAYOUTS] + [(GRPO, layout) for layout in ("local", "2-tp", "2-pp", "4-tp-pp")],
+    ids=lambda value: value if isinstance(value, str) else "grpo" if value else "ppo",
+)
 def test_every_layout_trains_as_fsdp_in_one_process(runs: Runs, settings: list[str], layout: str) -> None:
-    if settings is GRPO and layout == "4-hybrid":
-        pytest.skip("GRPO has no critic")
     assert_equal(runs(*settings, *LAYOUTS[layout], *LENGTH), runs(*settings, *LENGTH), STEPS)
 
 
@@ -110,60 +99,6 @@ def test_experts_on_several_ranks(
         save_family(folder, "qwen3_moe")
     settings = [*GRPO, f"{MODEL}.path={folder}", *SHORT, "trainer.save_freq=3"]
     assert_equal(runs(*settings, *workers(count), *SHORT, *megatron(**sizes)), runs(*settings), 3)  # type: ignore[arg-type]
-
-
-@many
-@pytest.mark.parametrize(
-    ("layout", "code"),
-    [(megatron(), -signal.SIGKILL), ([*workers(2), *megatron(tp=2)], 1)],
-    ids=["local", "2-tp"],
-)
-def test_a_killed_run_resumes_bit_for_bit(overrides: list[str], tmp_path: Path, layout: list[str], code: int) -> None:
-    """On Ray the controller is killed, and the command reports it."""
-    (tmp_path / "killer.py").write_text(KILLER)
-    command = [*overrides, *layout, "trainer.total_training_steps=4", "trainer.save_freq=2"]
-    assert main_ppo.main([*command, f"trainer.default_local_dir={tmp_path}/whole"]) == 0
-    signals = [*command, f"trainer.logger={tmp_path}/killer.py:Tracker"]
-    variables = {"AT_STEP": "3", "BY_SIGNAL": str(signal.SIGKILL.value)}
-    killed = Program("lockstep.trainer.main_ppo", signals, tmp_path, **variables)
-    assert killed.wait() == code
-    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert main_ppo.main(command) == 0
-    assert numbers_of(tmp_path / "run") == numbers_of(tmp_path / "whole")
-    weights = [tmp_path / run / "global_step_4/actor/huggingface/model.safetensors" for run in ("run", "whole")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-@many
-@pytest.mark.parametrize("sizes", [{}, {"tp": 2}, {"pp": 2}], ids=["dp", "tp", "pp"])
-def test_two_ranks_of_torchrun_fine_tune_as_fsdp_in_one(tmp_path: Path, sizes: dict[str, int]) -> None:
-    """5 rows per step: two data-parallel ranks have one row of padding."""
-    save_tiny_model(tmp_path / "model")
-    rows = [{"question": f"{i % 9}+{i % 4}=", "answer": str(i % 9 + i % 4) + " so" * (i % 5)} for i in range(20)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    overrides = [
-        f"model.path={tmp_path}/model",
-        f"data.train_files={tmp_path}/train.jsonl",
-        "data.train_batch_size=5",
-        "data.max_length=64",
-        "optim.lr=1e-3",
-        "trainer.total_training_steps=4",
-        "trainer.device=cpu",
-    ]
-    assert fsdp_sft_trainer.main([*overrides, f"trainer.default_local_dir={tmp_path}/one"]) == 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["-m", "lockstep.trainer.fsdp_sft_trainer", *overrides, f"trainer.default_local_dir={tmp_path}/two"]
-    command += megatron(section="model.megatron", **sizes)  # type: ignore[arg-type]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    one, two = (metrics_of(tmp_path / name) for name in ("one", "two"))
-    for name in ("train/loss", "train/grad_norm", "train/lr", "train/global_tokens"):
-        assert [step[name] for step in two] == pytest.approx([step[name] for step in one], rel=1e-5), name
-    files = [tmp_path / name / "global_step_4/huggingface/model.safetensors" for name in ("one", "two")]
-    weights = [load_file(file) for file in files]
-    for name, value in weights[0].items():
-        torch.testing.assert_close(weights[1][name], value, rtol=0, atol=1e-5)
 
 
 SEED = """\

@@ -22,6 +22,8 @@ from tests.metrics import metrics_of, numbers_of
 from tests.out_of_memory import Memory, limited
 from tests.programs import Program
 
+pytestmark = pytest.mark.first
+
 ARR = "actor_rollout_ref"
 PPO = [
     "algorithm.adv_estimator=gae",

@@ -46,6 +46,7 @@ def inside(inner: Span, outer: Span) -> bool:
     return outer.begin_us <= inner.begin_us <= inner.end_us <= outer.end_us
 
 
+SAVES = {"save_checkpoint", "save_rollout"}
 CALLS = {
     "gen": ("actor_rollout", "advance_generation"),
     "ref": ("ref", "compute_ref_log_prob"),
@@ -75,9 +76,9 @@ def test_profile_and_timeline_of_a_run(overrides: list[str], tmp_path: Path, cap
         spans = steps[step]
         (whole,) = [span for span in spans if span.name == "step"]
         after = [span for span in spans if span.begin_us >= whole.end_us]
-        assert {span.name for span in after} == ({"save_checkpoint"} if step == 2 else set())
+        assert {span.name for span in after} == (SAVES if step == 2 else set())
         assert all(inside(span, whole) for span in spans if span not in after)
-        phases = {span.name for span in spans if span.role == "controller"} - {"save_checkpoint"}
+        phases = {span.name for span in spans if span.role == "controller"} - SAVES
         assert phases == CALLS.keys() | {"step", "adv"}
         for phase, (role, method) in CALLS.items():
             calls = [span for span in spans if (span.name, span.role, span.rank) == (method, role, 0)]

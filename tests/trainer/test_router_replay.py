@@ -13,6 +13,8 @@ from lockstep.models.router_replay import Routing
 from lockstep.trainer.main_ppo import main
 from tests.tiny import save_tiny_moe
 
+pytestmark = pytest.mark.first
+
 MODE = "actor_rollout_ref.actor.router_replay.mode"
 RECORD = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 PASS = "actor_rollout_ref.actor.old_log_prob_pass=always"

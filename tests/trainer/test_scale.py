@@ -73,7 +73,7 @@ class Run:
         return {
             f"{model.name}.{name}": tensor
             for model in sorted(last.iterdir())
-            if model.is_dir()
+            if (model / "huggingface").is_dir()
             for name, tensor in load_file(model / "huggingface" / "model.safetensors").items()
         }
 

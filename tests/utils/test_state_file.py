@@ -67,7 +67,7 @@ def test_types_shapes_and_memory_come_back() -> None:
     [
         (deque([1]), "a collections.deque"),
         (Path("x"), "a pathlib"),
-        (b"x", "a builtins.bytes"),
+        (bytearray(b"x"), "a builtins.bytearray"),
         (len, "a builtins.builtin_function_or_method"),
         (torch.ones(2, 2).to_sparse(), "a torch.Tensor"),
         (np.zeros(2, dtype=[("a", "i4")]), "an array of"),

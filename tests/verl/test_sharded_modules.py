@@ -1,6 +1,5 @@
 """FSDP2, Ulysses, checkpoints and PPO updates of a program's own module: results are those of the plain module."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +49,6 @@ from tests.tiny import random_batch, save_tiny_model
 pytestmark = pytest.mark.first
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,13 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, CheckpointEngineConfig
@@ -19,7 +21,8 @@ from lockstep.weight_sync.broadcast import BroadcastGroup, open_store
 from lockstep.weight_sync.buckets import Layout, cast_buckets, layout_of, pack_bucket, unpack_bucket
 from lockstep.weight_sync.proof import measured_bound
 from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
-from tests.tiny import save_tiny_model, write_rows
+from tests.models import architectures
+from tests.tiny import save_tiny_model, tiny_tokenizer, write_rows
 from tests.weight_sync.copies import Copy
 
 SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", ()), ("d", (2, 2))]
@@ -115,6 +118,23 @@ def test_broadcast_reaches_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join(timeout=60)
     assert torch.equal(received[1], flat) and torch.equal(received[2], flat)
+
+
+def test_an_engine_with_its_own_model_gets_the_tensors_of_a_saved_folder(tmp_path: Path) -> None:
+    """vLLM loads single experts; the transformers model has those of a layer in one parameter."""
+    architectures.save_tiny_model("mixtral", tmp_path / "model", vocab_size=259)
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    write_rows(tmp_path / "train.parquet")
+    files = [f"actor_rollout_ref.model.path={tmp_path}/model", f"data.train_files={tmp_path}/train.parquet"]
+    config = load_config(PPOConfig, [*files, "trainer.device=cpu"]).actor_rollout_ref
+    actor = ActorRolloutRefWorker(replace(config, rollout=replace(config.rollout, name="vllm")), "actor", "cpu")
+    actor.init_model()
+    announced = [(entry.name, entry.shape) for bucket in actor.weight_layout() for entry in bucket]
+    sent = [(name, tensor) for bucket in actor._buckets() for name, tensor in bucket]
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert announced == [(name, tuple(tensor.shape)) for name, tensor in sent]
+    assert dict(sent).keys() == saved.keys() and any("experts.1.w2" in name for name in saved)
+    assert all(torch.equal(tensor, saved[name].to(tensor.dtype)) for name, tensor in sent)
 
 
 @pytest.fixture(scope="module", params=["embedded", "hf"])

@@ -24,6 +24,7 @@ from lockstep.agents.endpoint.recorder import Prompt, SessionRecorder
 from lockstep.agents.renderer import Message, TooLongError
 from lockstep.agents.schemas import OpenAIFunctionToolSchema, arguments_object
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
+from lockstep.data.images import ImageError
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams, first_routes
 
 FIRST_PIECE, LARGEST_PIECE = 16, 128
@@ -128,10 +129,14 @@ class Session:
             raise ApiError(400, "this model has no chat template: use /v1/completions", param="messages")
         if not messages:
             raise ApiError(400, "there are no messages", param="messages")
+        if self.recorder.renderer.encoder is None and any(isinstance(m.get("content"), list) for m in messages):
+            raise ApiError(400, "only parts of text are supported: this model reads no images", param="messages")
         try:
             return self.recorder.prompt_for(messages, tools, self.settings.max_model_len)
         except TooLongError as error:
             raise self._too_long(str(error), self.settings.max_model_len) from error
+        except ImageError as error:
+            raise ApiError(400, str(error), param="messages") from error
         except (TemplateError, TypeError, ValueError, RecursionError) as error:
             raise ApiError(400, f"the model's chat template rejects the messages: {error}", param="messages") from error
 
@@ -196,6 +201,7 @@ class _Run:
         self.log_probs: list[float] = []
         self.versions: list[int] = []
         self.routes: np.ndarray | None = None
+        self.images = prompt.images
         self.text = ""  # of token_ids, without the token that ended the answer
         self.shown = ""  # sent so far
         self.num_sent = 0  # tokens sent so far
@@ -222,7 +228,7 @@ class _Run:
         size = FIRST_PIECE if in_pieces else self.max_tokens
         while True:
             sampling = dataclasses.replace(self.sampling, max_tokens=min(size, self.max_tokens - len(self.token_ids)))
-            request = GenerationRequest(self.prompt.ids + self.token_ids, sampling, self.seed)
+            request = GenerationRequest(self.prompt.ids + self.token_ids, sampling, self.seed, self.images)
             completion = await self._complete(request)
             start = len(self.token_ids)
             self.token_ids += completion.token_ids

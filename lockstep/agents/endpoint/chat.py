@@ -14,11 +14,11 @@ from lockstep.agents.endpoint.fields import (
     ProtocolCall,
     allowed_tools,
     arguments_of,
+    content_of,
     function_tool,
     json_arguments,
     new_id,
     now,
-    text_of,
 )
 from lockstep.agents.renderer import Message
 
@@ -164,7 +164,7 @@ class ChatCompletions(ProtocolCall):
 
 def _message(message: ChatMessage, place: str) -> Message:
     role = "system" if message.role == "developer" else message.role
-    plain: Message = {"role": role, "content": text_of(message.content, f"{place}.content")}
+    plain: Message = {"role": role, "content": content_of(message.content, f"{place}.content")}
     if message.tool_calls:
         plain["tool_calls"] = [
             {

@@ -1,4 +1,7 @@
-"""OpenAI's `/v1/completions`: prompts as text, whose special tokens count as such, or token ids; without a chat template."""
+"""OpenAI's `/v1/completions`: prompts as text, whose special tokens count as such, or token ids; without a chat template.
+
+`content_parts` (vLLM's name) has the images of a prompt of token ids, in which one image token stands for each.
+"""
 
 from collections.abc import AsyncIterator, Sequence
 from itertools import accumulate
@@ -9,8 +12,9 @@ from pydantic import Field
 from lockstep.agents.endpoint.answers import Answer, Session
 from lockstep.agents.endpoint.chat import StreamOptions, stop_strings, usage
 from lockstep.agents.endpoint.errors import invalid
-from lockstep.agents.endpoint.fields import Body, Event, Items, ProtocolCall, new_id, now
+from lockstep.agents.endpoint.fields import Body, Event, Items, ProtocolCall, image_of, new_id, now
 from lockstep.agents.endpoint.recorder import Prompt
+from lockstep.data.images import ImageError, read_image
 
 MAX_CHOICES = 1024
 
@@ -27,6 +31,7 @@ class CompletionBody(Body):
     }
 
     prompt: str | list[int] | list[str] | list[list[int]]
+    content_parts: list[dict[str, Any]] | None = None
     max_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=128)
     stop: str | list[str] | None = None
@@ -44,7 +49,10 @@ class Completions(ProtocolCall):
         several: list[Any] = body.prompt if _is_several(body.prompt) else [body.prompt]  # type: ignore[assignment]
         if not 1 <= len(several) * body.n <= MAX_CHOICES:
             raise invalid(f"prompt: {len(several)} prompts x n={body.n}; 1 to {MAX_CHOICES} are allowed", "prompt")
-        self.prompts = [_prompt(one, session) for one in several]
+        if body.content_parts:
+            self.prompts = [_prompt_with_images(several, body.content_parts, session)]
+        else:
+            self.prompts = [_prompt(one, session) for one in several]
         self._head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": body.model}
         self._decode = session.recorder.renderer.tokenizer.decode
 
@@ -92,7 +100,28 @@ def _is_several(prompt: str | list[Any]) -> bool:
 def _prompt(prompt: str | list[int], session: Session) -> Prompt:
     if isinstance(prompt, str):
         return session.prompt_for_text(prompt)
+    _check_ids(prompt, session)
+    return session.recorder.prompt_for_ids(prompt)
+
+
+def _prompt_with_images(prompts: list[Any], parts: list[dict[str, Any]], session: Session) -> Prompt:
+    if len(prompts) != 1 or not isinstance(prompts[0], list):
+        raise invalid(
+            "content_parts: images need one prompt of token ids, with one image token for each", "content_parts"
+        )
+    encoder = session.recorder.renderer.encoder
+    if encoder is None:
+        raise invalid("content_parts: this model reads no images", "content_parts")
+    _check_ids(prompts[0], session)
+    try:
+        pictures = [read_image(image_of(part, "content_parts")["image"]) for part in parts]
+        ids, images = encoder.expand(prompts[0], pictures)
+    except ImageError as error:
+        raise invalid(f"content_parts: {error}", "content_parts") from error
+    return session.recorder.prompt_for_ids(ids, images)
+
+
+def _check_ids(prompt: list[int], session: Session) -> None:
     vocabulary = len(session.recorder.renderer.tokenizer)
     if not all(0 <= token < vocabulary for token in prompt):
         raise invalid(f"prompt: token ids must lie in 0..{vocabulary - 1}", "prompt")
-    return session.recorder.prompt_for_ids(prompt)

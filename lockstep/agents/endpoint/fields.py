@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 from lockstep.agents.endpoint.answers import Answer, AnswerRequest, Delta, Session, parser_schema
 from lockstep.agents.endpoint.errors import ApiError, invalid
 from lockstep.agents.endpoint.recorder import Prompt
+from lockstep.agents.renderer import Content, Message
 from lockstep.utils.untrusted import JSON_ERRORS
 
 Event = tuple[str | None, dict[str, Any] | str]
@@ -19,6 +20,7 @@ Event = tuple[str | None, dict[str, Any] | str]
 Items = AsyncIterator[tuple[int, Delta | Answer]]
 
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_IMAGE_PARTS = ("image_url", "input_image", "image")
 
 
 class Body(BaseModel):
@@ -82,8 +84,11 @@ class ProtocolCall(ABC):
         return None, error.openai()
 
 
-def text_of(content: Any, place: str) -> str:
-    """The text of a message's content, which is text or a list of parts; ApiError for images and other parts."""
+def text_of(content: Any, place: str, supported: str = "text") -> str:
+    """The text of a message's content, which is text or a list of parts; ApiError for images and other parts.
+
+    supported: the parts that the message may have, for the error.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -91,8 +96,33 @@ def text_of(content: Any, place: str) -> str:
     for part in content:
         kind = part.get("type")
         if kind not in _TEXT_PARTS or not isinstance(part.get("text", part.get("refusal")), str):
-            raise invalid(f"{place}: only parts of text are supported, not {kind!r}", place)
+            raise invalid(f"{place}: only parts of {supported} are supported, not {kind!r}", place)
     return "".join(part.get("text", part.get("refusal")) for part in content)
+
+
+def content_of(content: Any, place: str) -> Content:
+    """The text of a content or, if it has images, its parts: OpenAI's image_url and input_image, Anthropic's image."""
+    if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") in _IMAGE_PARTS for p in content):
+        return text_of(content, place, "text and images")
+    return [image_of(p, place) if p.get("type") in _IMAGE_PARTS else _text(p, place) for p in content]
+
+
+def _text(part: Any, place: str) -> Message:
+    return {"type": "text", "text": text_of([part], place, "text and images")}
+
+
+def image_of(part: dict[str, Any], place: str) -> Message:
+    """An image part, for the chat template; ApiError if its image is not a data URI."""
+    kind = part.get("type")
+    if kind not in _IMAGE_PARTS:
+        raise invalid(f"{place}: only parts with images are supported, not {kind!r}", place)
+    value = part.get("source") if kind == "image" else part.get("image_url", part.get("url"))
+    if kind == "image" and isinstance(value, dict):
+        value = f"data:{value.get('media_type')};base64,{value.get('data')}" if value.get("type") == "base64" else None
+    url = value.get("url") if isinstance(value, dict) else value
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise invalid(f"{place}: {kind!r} must have a data URI (data:image/png;base64,...)", place)
+    return {"type": "image", "image": url}
 
 
 def arguments_of(text: Any, place: str) -> Any:

@@ -14,6 +14,7 @@ from lockstep.agents.endpoint.fields import (
     Items,
     ProtocolCall,
     allowed_tools,
+    content_of,
     function_tool,
     json_arguments,
     new_id,
@@ -161,14 +162,14 @@ def _user(role: str, blocks: list[dict[str, Any]], place: str) -> list[Message]:
     results = [
         {
             "role": "tool",
-            "content": text_of(block.get("content"), place),
+            "content": content_of(block.get("content"), place),
             "tool_call_id": str(block.get("tool_use_id", "")),
         }
         for block in blocks
         if block.get("type") == "tool_result"
     ]
     rest = [block for block in blocks if block.get("type") != "tool_result"]
-    return [*results, *([{"role": role, "content": text_of(rest, place)}] if rest else [])]
+    return [*results, *([{"role": role, "content": content_of(rest, place)}] if rest else [])]
 
 
 def _tool_use(call: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,13 @@ import json
 import logging
 from collections.abc import Collection, Sequence, Set as AbstractSet
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from lockstep.agents.renderer import Message, Renderer
 from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol.generation import Completion
+from lockstep.protocol.images import ImageInputs
 from lockstep.utils.untrusted import valid_text
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class Turn:
 
     parent:     the turn that the prompt continues; None at the start of a branch.
     added_ids:  the prompt's tokens after those of the parent; the whole prompt without one.
+    added_images: those whose placeholders are among them.
     messages:   the conversation with the answer.
     completion: what was sampled. Its stop_reason is "abort" if the client went away in the middle of a stream; the tokens are
                 those that it was sent.
@@ -41,6 +44,7 @@ class Turn:
     messages: list[Message]
     completion: Completion
     trainable: bool
+    added_images: ImageInputs | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -62,6 +66,11 @@ class Turn:
         return [token for turn in self.path for part in (turn.added_ids, turn.token_ids) for token in part]
 
     @property
+    def images(self) -> ImageInputs | None:
+        """Those of the prompt."""
+        return _joined([turn.added_images for turn in self.path])
+
+    @property
     def prompt_ids(self) -> list[int]:
         ids = self.all_ids
         return ids[: len(ids) - len(self.token_ids)]
@@ -69,12 +78,19 @@ class Turn:
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids: what the policy is given. key: identifies the conversation so far, or the text of a plain completion."""
+    """ids: what the policy is given. key: identifies the conversation so far, or the text of a plain completion.
+    added_images: those that the parent does not have."""
 
     ids: list[int]
     parent: Turn | None
     key: "hashlib.blake2b | str | None"
     messages: Sequence[Message] = ()
+    added_images: ImageInputs | None = None
+
+    @property
+    def images(self) -> ImageInputs | None:
+        """All images whose placeholders are in `ids`."""
+        return _joined([None if self.parent is None else self.parent.images, self.added_images])
 
 
 class SessionRecorder:
@@ -108,15 +124,18 @@ class SessionRecorder:
                 before, new = plain[: at + 1], plain[at + 1 :]
                 bridge = self.renderer.bridge(before, new, turn.token_ids[-1], plain_tools, max_tokens)
                 if bridge is not None:
-                    return Prompt(turn.all_ids + bridge, turn, keys[-1], [*turn.messages, *new])
+                    return Prompt(turn.all_ids + bridge.ids, turn, keys[-1], [*turn.messages, *new], bridge.images)
                 logger.warning(
                     "the chat template does not show where an answer ends: the next turn begins a new branch"
                 )
                 break
-        return Prompt(self.renderer.ids(plain, plain_tools, max_tokens), None, keys[-1], plain)
+        ids, images = self.renderer.ids_and_images(plain, plain_tools, max_tokens)
+        return Prompt(ids, None, keys[-1], plain, images)
 
-    def prompt_for_ids(self, ids: list[int]) -> Prompt:
-        """A prompt of tokens; it continues the longest recorded turn that it begins with."""
+    def prompt_for_ids(self, ids: list[int], images: ImageInputs | None = None) -> Prompt:
+        """A prompt of tokens; without images, it continues the longest recorded turn that it begins with."""
+        if images is not None:
+            return Prompt(ids, None, None, added_images=images)
         turns = [turn for turn in self.turns if (done := turn.all_ids) and ids[: len(done)] == done]
         return Prompt(ids, max(turns, key=lambda turn: len(turn.all_ids), default=None), None)
 
@@ -136,7 +155,8 @@ class SessionRecorder:
         """Record a turn. answer: as the client was sent it, a message or the text of a completion."""
         message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
         start = 0 if prompt.parent is None else len(prompt.parent.all_ids)
-        turn = Turn(prompt.parent, prompt.ids[start:], [*prompt.messages, message], completion, trainable)
+        messages = [*prompt.messages, message]
+        turn = Turn(prompt.parent, prompt.ids[start:], messages, completion, trainable, prompt.added_images)
         self.turns.append(turn)
         if isinstance(prompt.key, str):
             self._texts[f"{prompt.key}{answer}"] = turn
@@ -176,11 +196,11 @@ def trajectory_of(leaf: Turn, counted: AbstractSet[Turn] = frozenset(), *, max_p
     max_prompt: tokens of the prompt; the rest of a longer one is context of the response.
     """
     first, *others = leaf.path
-    trajectory = Trajectory(first.added_ids[:max_prompt])
+    trajectory = Trajectory(first.added_ids[:max_prompt], images=first.added_images)
     trajectory.add_context(first.added_ids[len(trajectory.prompt_ids) :])
     for turn in (first, *others):
         if turn is not first:
-            trajectory.add_context(turn.added_ids)
+            trajectory.add_context(turn.added_ids, turn.added_images)
         if turn.trainable and turn not in counted:
             trajectory.add_sampled(turn.completion)
         else:
@@ -188,11 +208,16 @@ def trajectory_of(leaf: Turn, counted: AbstractSet[Turn] = frozenset(), *, max_p
     return trajectory
 
 
+def _joined(parts: Sequence[ImageInputs | None]) -> ImageInputs | None:
+    found = [images for images in parts if images is not None]
+    return reduce(ImageInputs.then, found) if found else None
+
+
 def _extended(key: "hashlib.blake2b", message: Message) -> "hashlib.blake2b":
     """The key of the conversation with one more message. Clients often trim answers, and drop or rename ids of calls."""
     content = message.get("content") or ""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
-    if message["role"] == "assistant":
+    if message["role"] == "assistant" and isinstance(content, str):
         content = content.strip()
     longer = key.copy()
     longer.update(_json([message["role"], content, calls]))

@@ -15,11 +15,11 @@ from lockstep.agents.endpoint.fields import (
     ProtocolCall,
     allowed_tools,
     arguments_of,
+    content_of,
     function_tool,
     json_arguments,
     new_id,
     now,
-    text_of,
 )
 from lockstep.agents.renderer import Message
 
@@ -201,12 +201,12 @@ def _messages(items: str | list[dict[str, Any]]) -> list[Message]:
         if kind == "message":
             if item.get("role") not in list(ROLES):
                 raise invalid(f"{place}.role: must be one of {', '.join(ROLES)}", place)
-            messages.append({"role": ROLES[item["role"]], "content": text_of(item.get("content"), place)})
+            messages.append({"role": ROLES[item["role"]], "content": content_of(item.get("content"), place)})
         elif kind == "function_call":
             _add_call(messages, item, place)
         elif kind == "function_call_output":
             output = item.get("output")
-            text = text_of(output, place) if isinstance(output, str | list) else json.dumps(output)
+            text = content_of(output, place) if isinstance(output, str | list) else json.dumps(output)
             messages.append({"role": "tool", "content": text, "tool_call_id": str(item.get("call_id", ""))})
         elif kind != "reasoning":  # which answers of this server have in their text
             raise invalid(f"{place}: items of type {kind!r} are not supported", place)

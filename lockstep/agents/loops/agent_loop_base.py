@@ -19,6 +19,7 @@ from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.agent_loop import AgentLoop, Setup
 from lockstep.agents.trajectory import NOT_SAMPLED, Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams, first_routes
+from lockstep.protocol.images import ImageInputs
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -94,7 +95,8 @@ class ServerManager:
             )
         sampling = _sampling_of(sampling_params, self.conversation.sampling, self.max_len - len(ids))
         seed = (self.conversation.seed + next(self._numbers)) % 2**63
-        completion = await self.conversation.complete(GenerationRequest(ids, sampling, seed))
+        images = self.conversation.trajectory.images
+        completion = await self.conversation.complete(GenerationRequest(ids, sampling, seed, images))
         self.calls.append((ids, completion))
         reason = "aborted" if completion.stop_reason == "abort" else "completed"
         return TokenOutput(completion.token_ids, completion.log_probs, reason, completion.num_preempted)
@@ -177,7 +179,7 @@ class _OnTokens(AgentLoop):
         )
         try:
             output = await loop.run(_params_of(conversation.sampling), **row)
-            conversation.trajectories = [self._checked(output, server.calls)]
+            conversation.trajectories = [self._checked(output, server.calls, conversation.trajectory.images)]
         except ValueError as error:
             number = (row.get("extra_info") or {}).get("index", row.get("index"))
             raise ValueError(f"agent loop {self.cls.__name__}, row {number}: {error}") from error
@@ -201,8 +203,13 @@ class _OnTokens(AgentLoop):
         same = takewhile(lambda pair: pair[0] == pair[1], zip(messages, prompt))
         conversation.set_messages(messages, num_prompt=len(list(same)))
 
-    def _checked(self, output: AgentLoopOutput, calls: Sequence[tuple[list[int], Completion]]) -> Trajectory:
-        """The output as a trajectory; ValueError if it does not fit the batch, or has a mask 1 for tokens of others."""
+    def _checked(
+        self, output: AgentLoopOutput, calls: Sequence[tuple[list[int], Completion]], images: ImageInputs | None
+    ) -> Trajectory:
+        """The output as a trajectory; ValueError if it does not fit the batch, or has a mask 1 for tokens of others.
+
+        images: those of the row's prompt.
+        """
         rollout = self.setup.rollout
         ids = list(output.response_ids)
         mask = list(output.response_mask)
@@ -237,7 +244,8 @@ class _OnTokens(AgentLoop):
                 "sample there: keep the ids that `generate` returned, after the prompt_ids that it was given"
             )
         own = [sampled[place] if is_own else (0.0, NOT_SAMPLED) for place, is_own in enumerate(mask)]
-        return Trajectory(prompt, ids, [int(bool(m)) for m in mask], [p for p, _ in own], [v for _, v in own], routes)
+        log_probs, versions = [p for p, _ in own], [v for _, v in own]
+        return Trajectory(prompt, ids, [int(bool(m)) for m in mask], log_probs, versions, routes, images)
 
 
 def _params_of(sampling: SamplingParams) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from lockstep.agents.conversation import Conversation, Turn
 from lockstep.agents.interactions.interaction import BaseInteraction
 from lockstep.agents.loops.agent_loop import AgentLoop, Setup, has_had_its_turns, register
+from lockstep.agents.renderer import content_of
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from lockstep.agents.tools.calls import (
     CallLimits,
@@ -69,7 +70,9 @@ class ToolAgent(AgentLoop):
     async def run(self, conversation: Conversation) -> None:
         instance_id = str(uuid.uuid4())
         row = conversation.row
-        session = ToolSession(self.setup.tools, row.get("tools_kwargs") or {}, self.limits, instance_id, row)
+        takes_images = self.setup.renderer.encoder is not None
+        tools_kwargs = row.get("tools_kwargs") or {}
+        session = ToolSession(self.setup.tools, tools_kwargs, self.limits, instance_id, row, takes_images=takes_images)
         name = (conversation.row.get("interaction_kwargs") or {}).get("name")
         interaction = self.setup.interactions[name] if name else None
         try:
@@ -144,7 +147,9 @@ class ToolAgent(AgentLoop):
         if num_malformed:
             results.append(CallResult(name="error", text=MALFORMED, failed="malformed"))
         ids = [*_ids_of(run), call_id_of(len(run))]
-        messages = self.setup.renderer.tool_messages([(r.name, i, r.text) for i, r in zip(ids, results)])
+        messages = self.setup.renderer.tool_messages(
+            [(r.name, i, content_of(r.text, r.images)) for i, r in zip(ids, results)]
+        )
         return conversation.add(messages)
 
     async def _interact(self, conversation: Conversation, interaction: BaseInteraction, instance_id: str) -> bool:

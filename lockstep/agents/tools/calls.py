@@ -17,6 +17,7 @@ from lockstep.agents.tool_parser import FunctionCall
 from lockstep.agents.tools.threads import run_in_thread
 from lockstep.agents.tools.tool import BaseTool
 from lockstep.config.actor_rollout_ref import MultiTurnConfig
+from lockstep.data.images import ImageError, data_uri, read_image
 from lockstep.utils.progress import WaitKind, waiting
 from lockstep.utils.untrusted import JSON_ERRORS, is_valid, message_of
 
@@ -52,12 +53,13 @@ class CallLimits:
 
 @dataclass(frozen=True)
 class CallResult:
-    """text: for the policy. failed: "malformed" if there was nothing to call, "error" if the tool failed."""
+    """text, images (as data URIs): for the policy. failed: "malformed" if there was nothing to call, "error" if the tool failed."""
 
     name: str
     text: str
     failed: Literal["", "malformed", "error"] = ""
     reward: float | None = None
+    images: tuple[str, ...] = ()
 
 
 class ToolSession:
@@ -70,8 +72,13 @@ class ToolSession:
         limits: CallLimits,
         instance_id: str,
         row: Mapping[str, Any],
+        *,
+        takes_images: bool = False,
     ) -> None:
-        """tools_kwargs: arguments of the tools' methods, by tool. row: for tools that take arguments from it."""
+        """tools_kwargs: arguments of the tools' methods, by tool. row: for tools that take arguments from it.
+        takes_images: whether a result may have images.
+        """
+        self._takes_images = takes_images
         self.tools = tools
         self.limits = limits
         self.instance_id = instance_id
@@ -95,25 +102,31 @@ class ToolSession:
             return self._failed(call, "the arguments must be a JSON object", "malformed")
         try:
             instance_id = await self._instance(tool)
-            text, reward = await self._run(
+            text, images, reward = await self._run(
                 tool, tool.execute, self._outcome_of, instance_id, parameters, **self._arguments(tool, "execute_kwargs")
             )
         except ToolError as error:
             return self._failed(call, str(error), "error")
-        return CallResult(call.name, text, reward=reward)
+        return CallResult(call.name, text, reward=reward, images=images)
 
     def _failed(self, call: FunctionCall, message: str, how: Literal["malformed", "error"]) -> CallResult:
         return CallResult(call.name, truncate(f"Error: {message}", self.limits), how)
 
-    def _outcome_of(self, result: Any) -> tuple[str, float | None]:
-        """Text and reward of what `execute` returned; ToolError if it is something else."""
+    def _outcome_of(self, result: Any) -> tuple[str, tuple[str, ...], float | None]:
+        """Text, images and reward of what `execute` returned; ToolError if it is something else."""
         if not isinstance(result, tuple) or len(result) != 3 or not isinstance(result[0], ToolResponse):
             raise ToolError(f"the tool returned {type(result).__name__}, not (ToolResponse, reward, metrics)")
         response, reward, _ = result
-        if response.image or response.video:
-            raise ToolError("the tool returned an image or a video; only text is supported")
+        if response.video:
+            raise ToolError("the tool returned a video; text and images are supported")
+        if response.image and not self._takes_images:
+            raise ToolError("the tool returned an image; the model reads only text here")
+        try:
+            images = tuple(data_uri(read_image(image)) for image in response.image or ())
+        except ImageError as error:
+            raise ToolError(f"an image of the tool {error}") from error
         text = checked_text("the tool", "" if response.text is None else response.text, self.limits)
-        return text, None if reward is None else finite(reward)
+        return text, images, None if reward is None else finite(reward)
 
     async def close(self) -> dict[str, float | None]:
         """The rewards of the tools that were called, None for those that failed, and release them."""

@@ -2,6 +2,8 @@
 
     requests ─► batches of max_num_seqs, left-padded ─► model.generate ─► each row cut at its own end
 
+Rows with images and rows without are generated separately: the model gets what its processor made of the images of all rows.
+
 `generate` runs the forward passes and owns the cache, also the state of recurrent models. The embedded engine's sampler runs as a
 logits processor: seeds, filters and log-probs mean the same in both engines, and may differ between rows.
 """
@@ -11,6 +13,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import reduce
 from itertools import islice
 from typing import Any
 
@@ -30,6 +33,7 @@ from lockstep.engines.rollout.embedded.sampler import SamplingBatch, sample, uni
 from lockstep.engines.rollout.rollout_engine import (
     ModuleEngine,
     check_against_transformers,
+    check_request_images,
     evaluation_mode,
     longest_sequence,
     shortage_of,
@@ -39,8 +43,11 @@ from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.experts import EXPERTS_NAME
 from lockstep.models.length_switches import ORIGINAL, miniature, switch_lengths
 from lockstep.models.model_check import transformers_forward
+from lockstep.models.placeholders import placeholder_ids
 from lockstep.models.rope import rope_limit
+from lockstep.models.vision import own_inputs
 from lockstep.protocol.generation import Completion, GenerationRequest, StopReason
+from lockstep.protocol.images import ImageInputs
 from lockstep.utils.metrics import MinOverRanks
 
 logger = logging.getLogger(__name__)
@@ -74,11 +81,14 @@ class HFEngine(ModuleEngine):
                 self._requests.clear()
 
     def add(self, request_id: int, request: GenerationRequest) -> None:
+        check_request_images(request, self.module)
         self._requests[request_id] = request
 
     def step(self) -> dict[int, Completion]:
         """All of the response of up to `max_num_seqs` requests."""
-        batch = dict(islice(self._requests.items(), self.max_num_seqs))
+        first = _image_shapes(next(iter(self._requests.values())))
+        alike = (item for item in self._requests.items() if _image_shapes(item[1]) == first)
+        batch = dict(islice(alike, self.max_num_seqs))
         completions: list[Completion] = []
         shortage = shortage_of(lambda: completions.extend(self._generate_batch(list(batch.values()))))
         if shortage is not None:
@@ -163,11 +173,16 @@ class HFEngine(ModuleEngine):
         padding = [width - len(r.prompt_ids) for r in requests]
         ids = torch.tensor([[self.pad_token_id] * n + r.prompt_ids for n, r in zip(padding, requests)], device=device)
         mask = torch.tensor([[0] * n + [1] * (width - n) for n in padding], device=device)
-        sampler = TokenSampler(requests, [stop_tokens(r.sampling, self.eos_token_ids) for r in requests], device)
+        excluded = torch.tensor(placeholder_ids(model.config), dtype=torch.long, device=device)
+        stop_ids = [stop_tokens(r.sampling, self.eos_token_ids) for r in requests]
+        sampler = TokenSampler(requests, stop_ids, device, excluded if len(excluded) else None)
+        images = [r.images for r in requests if r.images is not None]
+        inputs = own_inputs(model, ids, reduce(ImageInputs.then, images)) if images else {}
         with _generation_mode(model), torch.no_grad():
             model.generate(
                 ids,
                 attention_mask=mask,
+                **inputs,
                 generation_config=GenerationConfig(
                     do_sample=False,
                     max_new_tokens=max(r.sampling.max_tokens for r in requests),
@@ -179,14 +194,25 @@ class HFEngine(ModuleEngine):
         return sampler.completions(self.policy_version)
 
 
+def _image_shapes(request: GenerationRequest) -> tuple[Any, ...] | None:
+    """Rows whose images have tensors of the same shape beyond the first dimension can be generated together."""
+    images = request.images
+    return None if images is None else tuple((name, *value.shape[1:]) for name, value in images.tensors.items())
+
+
 class TokenSampler(LogitsProcessor):
     """Samples each row's token by its own request and masks all others; records tokens and log-probs.
 
+    excluded: tokens that are never sampled.
     done: (N,) rows that have met a stop token or their `max_tokens`.
     """
 
     def __init__(
-        self, requests: Sequence[GenerationRequest], stop_ids: Sequence[frozenset[int]], device: torch.device
+        self,
+        requests: Sequence[GenerationRequest],
+        stop_ids: Sequence[frozenset[int]],
+        device: torch.device,
+        excluded: Tensor | None,
     ) -> None:
         self.requests = requests
         self.stop_ids = stop_ids
@@ -194,7 +220,7 @@ class TokenSampler(LogitsProcessor):
         width = max(1, *(len(s) for s in stop_ids))
         self._stops = torch.tensor([[*s, *[-1] * (width - len(s))] for s in stop_ids], device=device)
         self._max_tokens = torch.tensor([r.sampling.max_tokens for r in requests], device=device)
-        self._batch = SamplingBatch([r.sampling for r in requests], device)
+        self._batch = SamplingBatch([r.sampling for r in requests], device, excluded)
         self._tokens: list[Tensor] = []
         self._log_probs: list[Tensor] = []
 

@@ -2,9 +2,9 @@
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,14 @@ from lockstep.models.loading import open_causal_lm, resolve_dtype
 from lockstep.models.lora import install_adapters
 from lockstep.models.model_check import check_causal, check_log_probs, reference_log_probs
 from lockstep.models.packed_weights import pack_weights
+from lockstep.models.placeholders import placeholder_ids
 from lockstep.models.shared_weights import leave_empty
 from lockstep.models.split_weights import split_of
 from lockstep.models.tensor_group import tensor_group
 from lockstep.models.token_models import PolicyModel
+from lockstep.models.vision import check_images, why_no_images
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
+from lockstep.protocol.images import ImageInputs, check_placeholders
 from lockstep.utils.fingerprint import fingerprint
 from lockstep.utils.out_of_memory import refusal_in
 from lockstep.utils.progress import count
@@ -129,7 +132,10 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Load some of the parameters, by Hugging Face name; tied ones come once."""
+        """Load some of the parameters, by Hugging Face name; tied ones come once.
+
+        Names and shapes are those of a transformers model if `info.takes_adapters`, otherwise those of its safetensors files.
+        """
 
     def finish_update(self, version: int) -> None:
         """All parameters have come; they are those of `version`. Nothing computed with earlier ones may be used again."""
@@ -162,6 +168,17 @@ class RolloutEngine(ABC):
     def lowered_limits(self) -> dict[str, float]:
         """As metrics: what the engine does less of at once than configured, since it ran out of memory."""
         return {}
+
+    def draft_metrics(self) -> dict[str, float]:
+        """What drafts from history did since the last call (`rollout.history_drafts`)."""
+        return {}
+
+    def saved_state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of the engine, as plain data for `utils.state_file`; None for nothing."""
+        return None
+
+    def load_states(self, states: Iterable[dict[str, Any]]) -> None:  # noqa: B027
+        """Restore `saved_state` of the engines of all ranks; the last is that of this rank, if it had one."""
 
     def released_bytes(self) -> int:
         """Device memory that torch counts as allocated although `sleep` released it."""
@@ -257,6 +274,18 @@ def check_request(request: GenerationRequest, max_model_len: int) -> None:
         )
 
 
+def check_request_images(request: GenerationRequest, model: nn.Module) -> None:
+    """ValueError if the model cannot read the request's images, or if they do not fit its placeholders."""
+    config: Any = model.config
+    if request.images is not None and (reason := why_no_images(config)):
+        raise ValueError(f"the prompt has images, which {type(model).__name__} cannot read: {reason}")
+    known = placeholder_ids(config)
+    if request.images is None and (found := [token for token in request.prompt_ids if token in known]):
+        raise ValueError(f"the prompt has {len(found)} placeholder tokens ({found[0]}) of an image, but no image")
+    if request.images is not None:
+        check_placeholders(request.prompt_ids.count(request.images.token_id), request.images)
+
+
 def responses_of(outcomes: Mapping[int, Outcome]) -> dict[int, Completion]:
     """The responses; raises if a request has none."""
     found = {}
@@ -330,19 +359,28 @@ def check_against_transformers(
 ) -> None:
     """Compare the log-probs of an engine with transformers' eager forward; ValueError if they differ, or if it is not causal.
 
-    Three random prompts end within the first, second and third cache block, as far as `max_length` allows. The model must be
-    in evaluation mode.
+    Three random prompts end within the first, second and third cache block, as far as `max_length` allows; a fourth has an image
+    if the model reads images. The model must be in evaluation mode.
     path, advice: for the message, see `check_log_probs`.
     """
     rng = random.Random(0)
-    vocab_size = model.config.get_text_config().vocab_size
+    placeholders = placeholder_ids(model.config)
+    tokens = [token for token in range(model.config.get_text_config().vocab_size) if token not in placeholders]
     if max_length > 2:
-        check_causal(model, random.Random(1).choices(range(vocab_size), k=min(8, max_length)))
+        check_causal(model, random.Random(1).choices(tokens, k=min(8, max_length)))
     num_new = min(4, max_length - 1)
     lengths = [min(length, max_length - num_new) for length in (3, block_size + 2, 2 * block_size + 1)]
     sampling = SamplingParams(max_tokens=num_new, ignore_eos=True)
-    prompts = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
-    completions = generate([GenerationRequest(prompt, sampling, seed) for seed, prompt in enumerate(prompts)])
-    expected = reference_log_probs(model, [prompt + c.token_ids for prompt, c in zip(prompts, completions)])
+    prompts = [rng.choices(tokens, k=length) for length in lengths]
+    images: list[ImageInputs | None] = [None] * len(prompts)
+    image = check_images(model.config, seed=1)
+    if image is not None and 4 + sum(image.num_tokens) + num_new <= max_length:
+        prompts.append(
+            [*rng.choices(tokens, k=2), *[image.token_id] * sum(image.num_tokens), *rng.choices(tokens, k=2)]
+        )
+        images.append(image)
+    pairs = enumerate(zip(prompts, images))
+    completions = generate([GenerationRequest(prompt, sampling, seed, image) for seed, (prompt, image) in pairs])
+    expected = reference_log_probs(model, [prompt + c.token_ids for prompt, c in zip(prompts, completions)], images)
     got = [torch.tensor(c.log_probs) for c in completions]
     check_log_probs(got, [log_probs[-num_new:].cpu() for log_probs in expected], model=model, path=path, advice=advice)

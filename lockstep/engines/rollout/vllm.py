@@ -7,6 +7,7 @@ Ranks of a tensor-parallel group run the same requests in the same order (vLLM's
 """
 
 import gc
+import io
 import os
 import weakref
 from collections.abc import Collection, Iterator, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
@@ -27,9 +29,12 @@ from lockstep.engines.rollout.rollout_engine import (
     responses_of,
     stop_tokens,
 )
+from lockstep.engines.rollout.sent_images import NEVER, unexpanded
 from lockstep.models.loading import load_causal_lm, load_hf_config, model_folder
 from lockstep.models.lora import install_adapters, merge_adapters
+from lockstep.models.placeholders import placeholder_ids
 from lockstep.models.token_models import PolicyModel
+from lockstep.models.vision import is_vision
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams
 from lockstep.utils.audit import AuditError
 from lockstep.utils.distributed import current_world_size
@@ -60,10 +65,13 @@ class VllmEngine(RolloutEngine):
         self.llm: Any = None
         self._awake = set(PARTS)
         self._unfinished: set[int] = set()
+        self._expanded: dict[int, list[int]] = {}  # prompts with images, by request
+        self._placeholders: tuple[int, ...] = ()
 
     def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
         settings = engine_settings(self.config, model, key, dtype, device)
+        self._placeholders = placeholder_ids(load_hf_config(model, key))
         vllm = import_vllm()
         _collect_earlier_engines()
         try:
@@ -90,6 +98,10 @@ class VllmEngine(RolloutEngine):
 
     def add(self, request_id: int, request: GenerationRequest) -> None:
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+        if request.images is not None:
+            prompt["prompt_token_ids"] = unexpanded(request)
+            prompt["multi_modal_data"] = {"image": [Image.open(io.BytesIO(file)) for file in request.images.files]}
+            self._expanded[request_id] = request.prompt_ids
         if self.config.enable_prefix_caching:
             prompt["cache_salt"] = self._salt()
         self._engine.add_request(str(request_id), prompt, self._sampling(request.sampling, request.stream_seed))
@@ -201,10 +213,18 @@ class VllmEngine(RolloutEngine):
             logprobs=0,  # of the sampled token alone
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            logit_bias=dict.fromkeys(self._placeholders, NEVER) or None,
         )
 
     def _outcome(self, output: Any) -> Outcome:
         (answer,) = output.outputs
+        expected = self._expanded.pop(int(output.request_id), None)
+        if expected is not None and list(output.prompt_token_ids) != expected:
+            return ValueError(
+                f"vLLM computes images of this prompt as {len(output.prompt_token_ids)} tokens, the run's processor as "
+                f"{len(expected)}; set actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs as data.min_pixels and "
+                "data.max_pixels, or use actor_rollout_ref.rollout.name=embedded"
+            )
         if answer.finish_reason not in ("stop", "length", "abort"):
             return RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
         tokens = list(answer.token_ids)
@@ -245,7 +265,8 @@ def engine_settings(
     on_cpu = device.type == "cpu"
     settings: dict[str, Any] = {
         "model": str(model_folder(model, key)),
-        "skip_tokenizer_init": True,  # prompts and responses are token ids
+        # prompts and responses are token ids; of a prompt with images vLLM makes them itself
+        "skip_tokenizer_init": not is_vision(load_hf_config(model, key)),
         "trust_remote_code": model.trust_remote_code,
         "hf_overrides": dict(model.override_config),
         "generation_config": "vllm",  # sampling parameters come from the run's config alone

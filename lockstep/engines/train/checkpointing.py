@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 
 from lockstep.kernels.activation_memory import STREAM_BYTES, gathered_bytes, kept_layers
+from lockstep.kernels.exact import same_mode_again
 from lockstep.models.stream_layer import StreamLayer
 from lockstep.models.token_models import TokenModel
 from lockstep.utils.distributed import least_of_ranks
@@ -24,7 +25,8 @@ class LayerCheckpointing:
         self._device = device
         self._itemsize = dtype.itemsize
         self._adapts = device.type == "cuda" and not every_layer
-        model.transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        options = {"use_reentrant": False, "context_fn": same_mode_again}
+        model.transformer.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.training = True  # which transformers asks for; its children stay in evaluation mode
@@ -40,15 +42,22 @@ class LayerCheckpointing:
         free = torch.cuda.mem_get_info(self._device)[0]
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         free += cached - self._missing_gradients()
-        sizes = [layer.activation_bytes(num_tokens, self._itemsize) for layer in self._layers]
-        known = [size for size in sizes if size is not None]
+        sizes = {layer: layer.activation_bytes(num_tokens, self._itemsize) for layer in self._layers}
+        known = {layer: size for layer, size in sizes.items() if size is not None}
         num_kept = 0
-        if len(known) == len(sizes):
+        if known:
             stream = num_tokens * self._layers[0].width * STREAM_BYTES
-            num_kept = kept_layers(total, free, len(sizes), max(known), stream, self._gathered)
+            free -= stream * (len(sizes) - len(known))
+            num_kept = kept_layers(total, free, len(known), max(known.values()), stream, self._gathered)
         num_kept = least_of_ranks(num_kept)  # recomputation repeats the collectives of a layer
-        for index, layer in enumerate(self._layers):
-            layer.gradient_checkpointing = index >= num_kept
+        kept = set(list(known)[:num_kept])
+        for layer in self._layers:
+            layer.gradient_checkpointing = layer not in kept
+
+    @property
+    def num_checkpointed(self) -> int:
+        """Layers that compute their activations again, as last planned."""
+        return sum(layer.gradient_checkpointing for layer in self._layers)
 
     def keep_nothing(self) -> bool:
         """Checkpoint every layer from now on; False if all of them are."""

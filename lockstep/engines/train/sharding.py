@@ -14,10 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from lockstep.config.model import FSDPEngineConfig
+from lockstep.models.decoder import decoder_of
 from lockstep.models.four_bit import is_4bit
 from lockstep.models.stream_layer import StreamLayer
+from lockstep.models.token_models import TokenModel
+from lockstep.models.vision import is_vision
 from lockstep.utils.distributed import current_world_size, get_mesh, init_single_process_group
 
 
@@ -112,8 +116,14 @@ def _shard_size(fsdp_size: int) -> int:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters are gathered together."""
+    """The modules whose parameters are gathered together.
+
+    Those of a vision tower are not among them: a rank without images does not call them.
+    """
     names: set[str] = set()
     for module in model.modules():
         names |= set(getattr(module, "_no_split_modules", None) or ())
-    return [m for m in model.modules() if isinstance(m, StreamLayer) or type(m).__name__ in names]
+    transformer = model.transformer if isinstance(model, TokenModel) else model
+    is_seeing = isinstance(transformer, PreTrainedModel) and is_vision(transformer.config)
+    inside = decoder_of(transformer) if is_seeing else model
+    return [m for m in inside.modules() if isinstance(m, StreamLayer) or type(m).__name__ in names]

@@ -11,9 +11,10 @@ How the model is sharded, its gradient reduced and its optimizer stepped is up t
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from lockstep.engines.train.micro_batch_limits import (
     halved,
 )
 from lockstep.engines.train.train_engine import LossFn, MicroBatching, TrainEngine
-from lockstep.models.export import save_policy, save_scalar_model
+from lockstep.models.export import as_saved, save_policy, save_scalar_model
 from lockstep.models.four_bit import whole_shape
 from lockstep.models.known_models import computes_packed
 from lockstep.models.lora import base_name, has_adapters, merge_adapters, of_adapter, save_adapter, trial_adapters
@@ -43,6 +44,8 @@ from lockstep.models.model_check import (
     check_outputs,
     refuse_errors,
     transformers_forward,
+    use_transformers_forward,
+    with_images,
     without_last,
 )
 from lockstep.models.packing import ForwardRows, Layout, forward_rows
@@ -51,9 +54,11 @@ from lockstep.models.router_replay import FREE, Routing
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
 from lockstep.models.ulysses import SequenceGroup
+from lockstep.models.vision import check_images, is_vision, rope_positions, why_no_images, why_own_forward_with_images
 from lockstep.protocol.columns import Batch, tensors_of
+from lockstep.protocol.images import IMAGES
 from lockstep.protocol.ragged import is_ragged
-from lockstep.protocol.tokens import lengths_of, prompt_owners
+from lockstep.protocol.tokens import images_of, lengths_of, prompt_owners
 from lockstep.utils.device import HostCopy, to_device
 from lockstep.utils.distributed import current_world_size
 from lockstep.utils.out_of_memory import is_out_of_memory
@@ -78,6 +83,8 @@ class TokenEngine(TrainEngine):
 
     compute: Callable[..., Any]
     schedule: LambdaLR
+    reads_images: ClassVar[bool] = True
+    """Whether it trains on rows with images, of which some ranks may have none."""
 
     def __init__(self, model: TokenModel, *, device: torch.device, packed: bool) -> None:
         self.model = model
@@ -264,12 +271,15 @@ class TokenEngine(TrainEngine):
 
     def merged_weights(self) -> Generator[tuple[str, Tensor]]:
         adapters = dict(self.weights(trained=True)) if has_adapters(self.model) else {}
-        yield from merge_adapters(self.model.transformer, self.weights(), adapters)
+        plain = merge_adapters(self.model.transformer, self.weights(), adapters)
+        yield from as_saved(self.model.transformer, plain)
 
     def weight_shapes(self, *, merged: bool) -> list[tuple[str, tuple[int, ...]]]:
         shapes = [(self.model.hf_name(name), p) for name, p in self.model.named_parameters()]
         if merged:
-            return [(base_name(name), self._shape(p)) for name, p in shapes if not of_adapter(name)]
+            plain = [(base_name(name), self._shape(p)) for name, p in shapes if not of_adapter(name)]
+            empty = ((name, torch.empty(shape, device="meta")) for name, shape in plain)
+            return [(name, tuple(tensor.shape)) for name, tensor in as_saved(self.model.transformer, empty)]
         return [(name, self._shape(p)) for name, p in shapes if p.requires_grad]
 
     def saved_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -291,14 +301,18 @@ class TokenEngine(TrainEngine):
         """Compare log-probs or values of a few random rows with transformers' own eager forward, which must be causal."""
         layouts: list[Layout] = ["packed", "padded"] if self._attends_here else ["aligned"]
         batch = check_batch(self.model.hf_config.get_text_config().vocab_size)
+        images = [check_images(self.model.hf_config, seed=seed) for seed in (1, 2)]
+        if self.reads_images and self._attends_here and images[0] is not None and images[1] is not None:
+            batch = with_images(batch, images[0], images[1])
         for model, dtype in self._checked_models():
             with phase("check the model"), refuse_errors(model.transformer), torch.no_grad(), trial_adapters(model):
+                rope = partial(rope_positions, model.transformer)
                 with transformers_forward(model.transformer):
                     expected, later = (
                         model(forward_rows(b, self.device, "rows")) for b in (batch, without_last(batch))
                     )
                 check_causal_outputs(expected, later, batch, model=model.transformer, dtype=dtype)
-                got = [model(forward_rows(batch, self.device, layout)) for layout in layouts]
+                got = [model(forward_rows(batch, self.device, layout, rope=rope)) for layout in layouts]
             self._free_gathered()
             for layout, outputs in zip(layouts, got):
                 path = f"training with {layout} rows"
@@ -320,11 +334,15 @@ class TokenEngine(TrainEngine):
     @property
     def _attends_here(self) -> bool:
         """Whether the model attends through our function, rather than by its own forward."""
-        return self.layout != "aligned"
+        return self.layout in ("packed", "padded")
 
     def _partitions(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
+        if images_of(batch) is not None:
+            self._prepare_for_images()
         micro, is_lowered = self.limits.within(micro), micro.limit_name in self.limits.sizes
+        if self.layout == "rows":  # each row is one call, so that ranks call their layers equally often
+            micro = replace(micro, num_rows=micro.group_size, max_tokens=None)
         if micro.max_tokens is not None:
             group = dist.group.WORLD if self.world_size > 1 else None
             before, own = (lengths.tolist() for lengths in lengths_of(batch))
@@ -337,7 +355,9 @@ class TokenEngine(TrainEngine):
 
     def _loss_columns(self, batch: TensorDict) -> TensorDict:
         """The rows on the device, without the tokens that only the forward reads."""
-        columns = tensors_of(batch.exclude("prompts", "input_ids", "attention_mask", "position_ids", "routed_experts"))
+        columns = tensors_of(
+            batch.exclude("prompts", "input_ids", "attention_mask", "position_ids", "routed_experts", IMAGES)
+        )
         return TensorDict({k: to_device(v, self.device) for k, v in columns.items()}, batch_size=batch.batch_size)
 
     def _check_length(self, batch: TensorDict) -> None:
@@ -351,7 +371,33 @@ class TokenEngine(TrainEngine):
 
     def _rows(self, batch: TensorDict, *, with_places: bool = False) -> ForwardRows:
         self._check_length(batch)
-        return forward_rows(batch, self.device, self.layout, self.sequence, with_places=with_places)
+        rope = partial(rope_positions, self.model.transformer)
+        return forward_rows(batch, self.device, self.layout, self.sequence, rope=rope, with_places=with_places)
+
+    def _prepare_for_images(self) -> None:
+        """ValueError if the model reads no images. From the first batch with images on, one that does not pack them computes by
+        its own forward."""
+        config = self.model.hf_config
+        if not is_vision(config):
+            raise ValueError(f"the batch has images, but {config.model_type} cannot read them: {why_no_images(config)}")
+        if not self.reads_images:
+            raise ValueError(f"the batch has images: {type(self).__name__} trains on text alone; set strategy=fsdp")
+        reason = why_own_forward_with_images(config)
+        if reason is None or not self._attends_here:
+            return
+        if self.sequence is not None:
+            raise ValueError(
+                f"ulysses_sequence_parallel_size={self.sp_size}: {config.model_type} computes rows with images by its own forward "
+                f"({reason}), which ranks cannot share; set it to 1"
+            )
+        logger.warning(
+            "%s computes rows with images by its own forward, one at a time: %s. This is slower than packed tokens.",
+            config.model_type,
+            reason,
+        )
+        self.layout = "rows"
+        for model, _ in self._checked_models():
+            use_transformers_forward(model.transformer)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from lockstep.models.loading import (
 )
 from lockstep.models.lora import install_adapters
 from lockstep.models.token_models import PolicyModel, ScalarModel, TokenModel
+from lockstep.models.vision import freeze_tower
 from lockstep.models.weight_source import WeightSource
 
 
@@ -35,6 +36,8 @@ def open_token_model(spec: EngineModel, device: torch.device) -> tuple[TokenMode
     else:
         body, score, weights = open_reward_model(config, key, dtype, device)
         model = ScalarModel(body, score)
+    if is_trained and config.freeze_vision_tower:
+        freeze_tower(model.transformer, key)
     if is_trained:
         masters = resolve_dtype(engine.model_dtype, device)
         install_adapters(model, config, key, dtype=masters, device=device, seed=engine.seed)

@@ -158,7 +158,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def merged_weights(self) -> Generator[tuple[str, Tensor]]:
-        """`weights` of a model without adapters that computes the same. Collective."""
+        """All weights of a model without adapters that computes the same, as `save_pretrained` writes them. Collective."""
 
     @abstractmethod
     def weight_shapes(self, *, merged: bool) -> list[tuple[str, tuple[int, ...]]]:

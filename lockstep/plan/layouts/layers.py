@@ -34,11 +34,13 @@ def update_parts(
     if model.checkpointing:
         free = device.memory - others - gradients
         kept = 0 if saves_memory else kept_layers(device.memory, free, shape.layers, layer, stream, gathered)
-    again = layer if kept < shape.layers else 0
-    activations = kept * layer + (shape.layers - kept) * stream + again
-    parts = {"gradients": gradients, "gathered layers": gathered, "activations": activations}
+    parts = {"gradients": gradients, "gathered layers": gathered}
+    parts["activations"] = kept * layer + (shape.layers - kept) * stream
     parts["dequantised weight"] = dequantised(model)
-    parts["logits"] = logits(device, model, units, device.memory - others - sum(parts.values()))
+    head = logits(device, model, units, device.memory - others - sum(parts.values()))
+    # the head's backward is over, and its memory free, when that of the layers begins
+    backward = model.gradient_bytes(tokens) + (layer if kept < shape.layers else 0)
+    parts |= {"logits": head} if head > backward else {"backward of a layer": backward}
     return parts
 
 
@@ -47,10 +49,8 @@ def recomputed(model: Model, activations: float) -> float:
     assert model.update is not None
     shape, tokens = model.shape, model.update.tokens_per_device
     layer, stream = model.layer_bytes(tokens), tokens * shape.width * STREAM_BYTES
-    kept = shape.layers
-    if activations < shape.layers * layer:
-        kept = int((activations - layer - shape.layers * stream) // (layer - stream))
-    return 1 - max(0, kept) / shape.layers
+    kept = round((activations - shape.layers * stream) / (layer - stream))
+    return 1 - kept / shape.layers
 
 
 def dequantised(model: Model) -> float:

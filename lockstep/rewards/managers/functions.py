@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.protocol import DataProto
+from lockstep.protocol.images import IMAGES
 from lockstep.rewards.calls import Outcome, function_name, make_caller
 from lockstep.rewards.ensemble import sum_of_turns
 from lockstep.rewards.functions import RewardFunctions
@@ -18,6 +19,7 @@ from lockstep.rewards.rate_limit import RateLimiter
 NOT_COLUMNS = {
     "raw_prompt",
     "raw_prompt_ids",
+    IMAGES,
     "uid",
     "extra_info",
     "reward_model",

@@ -93,7 +93,7 @@ class NaiveRewardManager:
     always_workers: ClassVar[bool] = False
     default_score: ClassVar[ComputeScore] = staticmethod(default_compute_score)
     scores_rows_alone = True
-    """Whether a score depends on its row only, so that a batch can be scored in parts."""
+    """Whether a batch can be scored in parts with all samples of a prompt, or with any samples unless `compares_samples`."""
 
     tokenizer: Any
     num_examine: int
@@ -110,6 +110,7 @@ class NaiveRewardManager:
             score, self.timeout_s, self.num_workers, self.max_concurrency, self.always_workers, self.limiter
         )
         self._failure_logged = False
+        self.compares_samples = getattr(self.compute_score, "compares_samples", False)
         self._reads_rm_scores = getattr(self.compute_score, "uses_reward_model", False)
 
     def close(self) -> None:

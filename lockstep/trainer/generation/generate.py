@@ -15,6 +15,7 @@ from lockstep.agents.agents import Agents
 from lockstep.config.generation import GenerationConfig, with_own_keys
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.rl_dataset import PromptDataset
+from lockstep.models.processor import hf_processor
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.observability.batch_progress import BatchProgress
 from lockstep.protocol import DataProto
@@ -71,7 +72,9 @@ class GenerationRunner:
         with phase("read the data"):
             files = local_data_files(config.data.val_files, "val", "data.path")
             tokenizer = self._tokenizer(config)
-            dataset = PromptDataset(files, tokenizer, config.data, max_samples=config.data.val_max_samples)
+            model = self.config.model
+            processor = hf_processor(model.path, tokenizer, config.data, model.trust_remote_code, "model.path")
+            dataset = PromptDataset(files, tokenizer, config.data, processor, config.data.val_max_samples)
             agents = agents_for(config, tokenizer, dataset)
             if agents is not None:
                 closing.callback(agents.close)

@@ -7,13 +7,14 @@ rows ─► hold, all rows at once: Agents (here) or AgentClient (agent workers)
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from lockstep.agents.agents import Agents
 from lockstep.agents.conversation import ConversationResult, Counts
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, GenerationRequest
+from lockstep.protocol.images import IMAGES
 from lockstep.trainer.ppo.forks import EARLIER
 from lockstep.utils import event_loop
 from lockstep.utils.audit import AuditError
@@ -45,6 +46,13 @@ AGENT_COLUMNS = (
     *COUNT_COLUMNS.values(),
 )
 """Columns that a rollout with agents adds to its rows."""
+
+
+def with_responses(rows: DataProto, responses: DataProto) -> DataProto:
+    """The rows with what was generated for them; the images of a conversation replace those of its prompt."""
+    if IMAGES in responses.non_tensor_batch:
+        rows.non_tensor_batch.pop(IMAGES, None)
+    return rows.union(responses)
 
 
 class AgentRollout:
@@ -132,8 +140,10 @@ class AgentRollout:
             "turn_scores": [c.turn_scores for c in conversations],
             "turn_rewards": [c.turn_rewards for c in conversations],
             "reward_scores": [c.reward_scores for c in conversations],
-            EARLIER: [[asdict(t) for t in c.trajectories[:-1] if any(t.response_mask)] for c in conversations],
+            EARLIER: [[t.to_state() for t in c.trajectories[:-1] if any(t.response_mask)] for c in conversations],
         }
+        if any(trajectory.images is not None for trajectory in trajectories):
+            columns[IMAGES] = [trajectory.images for trajectory in trajectories]
         columns |= {COUNT_COLUMNS[f.name]: [getattr(c.counts, f.name) for c in conversations] for f in fields(Counts)}
         return DataProto.from_dict(
             tensors=tensors, non_tensors={name: object_array(values) for name, values in columns.items()}

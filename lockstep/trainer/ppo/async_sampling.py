@@ -1,4 +1,4 @@
-"""The first two stages of a step as independent requests (`rollout.mode=async`): groups are scored as they are completed.
+"""The first two stages of a step as independent requests (`rollout.mode=async`): samples are scored as they are completed.
 
 prompts ─► GroupSampler.respond, all at once ─► filter_groups ─► the groups of the step, in the order of their prompts
 
@@ -64,12 +64,14 @@ class AsyncSampling(Sampling):
         batch = self._joined(groups)
         ended = time.perf_counter()
         generated = self.sampler.generated or [began]
-        timing["reward"] = timing.get("reward", 0.0) + scored - generated[-1]
-        timing["gen"] = timing.get("gen", 0.0) + ended - began - (scored - generated[-1])
+        exposed_s = scored - generated[-1]
+        timing["reward"] = timing.get("reward", 0.0) + exposed_s
+        timing["gen"] = timing.get("gen", 0.0) + ended - began - exposed_s
         return batch, metrics | {
             "perf/rollout_first_group_s": generated[0] - began,
             "perf/rollout_half_groups_s": generated[(len(generated) - 1) // 2] - began,
             "perf/rollout_last_group_s": generated[-1] - began,
+            "perf/reward_hidden_s": max(0.0, self.sampler.scorer.busy_s - exposed_s),
             "perf/reward_idle_fraction": max(0.0, 1 - self.sampler.scorer.busy_s / (scored - began)),
         }
 
@@ -97,7 +99,7 @@ class AsyncSampling(Sampling):
                     num_draws += 1
                 task = await finished.get()
                 group = task.result()
-                selection.add(waiting.pop(task), group if self.filter.keeps(group.call[group.rows]) else None)
+                selection.add(waiting.pop(task), group if self.filter.keeps(group.rows()) else None)
                 count(selection.num_finished, selection.num_finished + len(waiting), "prompts")
         finally:
             await event_loop.cancelled(list(waiting))
@@ -107,9 +109,10 @@ class AsyncSampling(Sampling):
         return groups, metrics
 
     def _joined(self, groups: dict[Place, ScoredGroup]) -> DataProto:
-        calls = list({id(group.call): group.call for group in groups.values()}.values())
+        parts = [part for group in groups.values() for part in group.parts]
+        calls = list({id(call): call for call, _ in parts}.values())
         first_rows = dict(zip(map(id, calls), accumulate(map(len, calls), initial=0)))
-        order = [first_rows[id(g.call)] + row for g in groups.values() for row in range(g.rows.start, g.rows.stop)]
+        order = [first_rows[id(call)] + row for call, rows in parts for row in range(rows.start, rows.stop)]
         batch = concat_scored(calls)[order]
         if self.needs_baselines:
             baselines = torch.tensor([group.baseline for group in groups.values()])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.agents.trajectory import NOT_SAMPLED
-from lockstep.config.actor_rollout_ref import has_cut_log_probs
+from lockstep.config.actor_rollout_ref import has_cut_log_probs, max_expected_gap
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import Batch
@@ -116,7 +116,7 @@ class StepAudit:
     """The audits of a step on the controller.
 
     audits:  what becomes of what they find.
-    dtype:   the actor's compute type.
+    gap_bound: of the distance between the log-probs of rollout and trainer.
     folder:  of the run, in which batches are kept.
     write_rows: writes the responses of a batch into a folder, as text.
     keeps_batches: whether the batch of a finding is kept.
@@ -125,7 +125,7 @@ class StepAudit:
     def __init__(
         self,
         audits: Audits,
-        dtype: torch.dtype,
+        gap_bound: GapBound,
         folder: Path,
         prompts: DrawnPrompts,
         round_trip: RoundTrip,
@@ -138,7 +138,7 @@ class StepAudit:
         self.round_trip = round_trip
         self.probe = probe
         self.write_rows = write_rows
-        self.gap_bound = GapBound(dtype)
+        self.gap_bound = gap_bound
         self.cut_responses = CutResponses()
         self.failed_conversations = FailedConversations()
         self.keeps_batches = True
@@ -221,10 +221,12 @@ def max_staleness(config: PPOConfig) -> int:
 
 
 def is_gap_expected(config: PPOConfig) -> bool:
-    """Whether the rollout's probabilities may differ from the trainer's: because they are corrected for, stale, or cut."""
-    correction = config.algorithm.rollout_correction
+    """Whether the rollout's probabilities may differ from the trainer's by any amount: because they are corrected for, stale, or
+    cut. The gap of a rollout in 8 bits has its own bound, although it is corrected for."""
+    correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
     corrected = correction.rollout_is is not None or correction.rollout_rs is not None
-    return corrected or max_staleness(config) > 0 or has_cut_log_probs(config.actor_rollout_ref.rollout)
+    corrected &= max_expected_gap(rollout) is None
+    return corrected or max_staleness(config) > 0 or has_cut_log_probs(rollout)
 
 
 def check_policy_version(audits: Audits, batch: DataProto, current: int, max_staleness: int = 0) -> None:

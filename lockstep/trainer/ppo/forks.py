@@ -16,8 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.agents.trajectory import NOT_SAMPLED, Trajectory
 from lockstep.config.actor_rollout_ref import RolloutConfig
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.columns import tensors_of
+from lockstep.protocol.images import IMAGES
 from lockstep.protocol.keys import BATCH_KEYS
 from lockstep.protocol.tokens import read, shape_of
 from lockstep.workers.rollout_batch import trajectory_tensors
@@ -43,9 +44,11 @@ def add_rows(batch: DataProto, config: RolloutConfig, pad_token_id: int) -> Data
     if not owners:
         return batch
     rows = batch.select_idxs(owners)
-    trajectories = [Trajectory(**fields) for of_row in earlier for fields in of_row]
+    trajectories = [Trajectory.from_state(fields) for of_row in earlier for fields in of_row]
     for name, values in trajectory_tensors(trajectories, config, pad_token_id).items():
         rows.tensors[name] = values
+    if IMAGES in rows.non_tensor_batch:
+        rows.non_tensor_batch[IMAGES] = object_array([trajectory.images for trajectory in trajectories])
     for name in {"token_level_scores", "rm_scores"} & set(rows.tensors.keys()):
         rows.tensors[name] = torch.zeros(shape_of(rows.tensors, name))
     both = DataProto.concat([batch, rows])

@@ -1,6 +1,9 @@
 """One prompt in, its n scored samples out, for many prompts at once: rewards are computed while others still generate.
 
 prompts ─► PromptBatch ─► respond: n requests per prompt ─► RolloutClient ─► GroupScorer: rows with responses, token_level_scores
+
+A sample is scored as soon as it is complete. If the reward compares samples, or there is a reward model, which computes batches,
+the samples of a prompt are scored together.
 """
 
 import time
@@ -16,7 +19,7 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.generation import GenerationRequest
 from lockstep.protocol.tokens import read
-from lockstep.trainer.ppo.agent_rollout import AgentRollout
+from lockstep.trainer.ppo.agent_rollout import AgentRollout, with_responses
 from lockstep.trainer.ppo.group_scorer import GroupScorer, ScoredGroup
 from lockstep.trainer.ppo.sampling import RewardFn, training_rows
 from lockstep.utils.event_loop import all_of
@@ -49,6 +52,8 @@ class GroupSampler:
 
     rm_wg:     None without a reward model.
     agents:    holds the conversations of the rows; None if all responses are single-turn.
+    scores_samples: whether each sample is scored alone, else with the others of its prompt.
+    num_generating: responses that are not complete.
     generated: when each group had all of its samples since `running` was entered, by `time.perf_counter`.
     """
 
@@ -68,13 +73,18 @@ class GroupSampler:
         self.n = config.actor_rollout_ref.rollout.n
         self.needs_baselines = "reward_baselines" in required_inputs(config.algorithm.adv_estimator)
         batch_rows = (config.data.gen_batch_size or config.data.train_batch_size) * self.n
-        self.scorer = GroupScorer(self._with_responses, rm_wg, reward_fn, client.submission, batch_rows)
+        self.num_generating = 0
+        self.scorer = GroupScorer(
+            *(self._with_responses, rm_wg, reward_fn, client.submission, batch_rows), lambda: self.num_generating > 0
+        )
+        self.scores_samples = rm_wg is None and scores_samples_alone(reward_fn)
         self.generated: list[float] = []
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
         """Prompts are sampled inside."""
         self.generated = []
+        self.num_generating = 0
         self.scorer.begin()
         async with self.client.running() if self.agents is None else self.agents.running():
             yield self
@@ -88,7 +98,7 @@ class GroupSampler:
         """
         batch = self.prepare(prompt, step=step, draw=draw, first=number)
         group = await self.respond(batch, 0)
-        rows = group.call[group.rows]
+        rows = group.rows()
         if group.baseline is not None:
             rows.tensors["reward_baselines"] = torch.full((len(rows),), group.baseline)
         return rows
@@ -109,25 +119,48 @@ class GroupSampler:
         if batch.greedy is None:
             return await self._respond(batch, number)
         group, greedy = await all_of([self._respond(batch, number), self._respond(batch.greedy, number)])
-        group.baseline = float(read(greedy.call.tensors[greedy.rows], "token_level_scores").sum())
+        group.baseline = float(read(greedy.rows().tensors, "token_level_scores").sum())
         return group
 
     async def _respond(self, batch: PromptBatch, number: int) -> ScoredGroup:
         places = batch.places(number)
+        num_left = len(places)
+
+        async def response(place: int) -> Any:
+            nonlocal num_left
+            self.num_generating += 1
+            try:
+                found = await self._response(batch, place)
+            finally:
+                self.num_generating -= 1
+            num_left -= 1
+            if num_left == 0:
+                self.generated.append(time.perf_counter())
+            return found
+
+        async def scored(place: int) -> ScoredGroup:
+            return await self.scorer.score(batch, [place], [await response(place)])
+
+        if self.scores_samples:
+            return ScoredGroup.joined(await all_of([scored(place) for place in places]))
+        return await self.scorer.score(batch, places, await all_of([response(place) for place in places]))
+
+    async def _response(self, batch: PromptBatch, place: int) -> Any:
+        """A completion, or the conversation of an agent."""
+        request = batch.requests[place]
         if self.agents is not None:
-            responses: list[Any] = await all_of(
-                [self.agents.converse(batch.rows, p, batch.requests[p]) for p in places]
-            )
-        else:
-            key = group_key(batch.rows, places.start)
-            responses = await all_of([self.client.generate(batch.requests[place], key=key) for place in places])
-        self.generated.append(time.perf_counter())
-        return await self.scorer.score(batch, places, responses)
+            return await self.agents.converse(batch.rows, place, request)
+        return await self.client.generate(request, key=group_key(batch.rows, place))
 
     def _with_responses(self, batch: PromptBatch, places: Sequence[int], responses: Sequence[Any]) -> DataProto:
         """Rows of a batch with the responses to them: completions, or conversations of agents."""
         if self.agents is not None:
-            return batch.rows[places].union(self.agents.batch(responses))
+            return with_responses(batch.rows[places], self.agents.batch(responses))
         requests = [batch.requests[place] for place in places]
         rollout = self.config.actor_rollout_ref.rollout
         return batch.rows[places].union(batch_of(requests, responses, rollout, self.pad_token_id))
+
+
+def scores_samples_alone(reward_fn: RewardFn) -> bool:
+    """Whether a sample's score does not depend on the other samples of its prompt."""
+    return getattr(reward_fn, "scores_rows_alone", False) and not getattr(reward_fn, "compares_samples", False)

@@ -1,8 +1,9 @@
-"""Scores groups of samples while others are still generated.
+"""Scores samples while others are still generated.
 
 score ─► waits for the call before ─► rows with responses ─► reward model ─► reward function ─► ScoredGroup
 
-All groups that wait are scored in one call: the reward function is never called twice at a time, and uses all of its workers.
+All samples that wait are scored in one call: the reward function is never called twice at a time, and uses all of its workers.
+Calls begin `MIN_INTERVAL_S` apart as long as others are generated: each one delays the launches of generation.
 """
 
 import asyncio
@@ -14,24 +15,34 @@ from itertools import chain, groupby
 from typing import Any, TypeVar
 
 from lockstep.protocol import DataProto
-from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, with_scores
+from lockstep.trainer.ppo.sampling import FailureLimit, RewardFn, concat_unfilled, with_scores
 from lockstep.utils.spans import span
 
 T = TypeVar("T")
 
+MIN_INTERVAL_S = 0.1
+
 
 @dataclass(eq=False)
 class ScoredGroup:
-    """The samples of one prompt, within the rows of the call that scored them.
+    """Samples of one prompt, within the rows of the calls that scored them.
 
-    call:     rows with `token_level_scores` and the reward function's columns, in which failed rows are None.
-    rows:     those of the group.
+    parts:    the rows of a call with `token_level_scores` and the reward function's columns, in which failed rows are None; and
+              which of them are these samples.
     baseline: score of the prompt's greedy response, if the estimator needs it.
     """
 
-    call: DataProto
-    rows: slice
+    parts: list[tuple[DataProto, slice]]
     baseline: float | None = None
+
+    @classmethod
+    def joined(cls, samples: "Sequence[ScoredGroup]") -> "ScoredGroup":
+        return cls([part for group in samples for part in group.parts])
+
+    def rows(self) -> DataProto:
+        """The samples as a batch."""
+        parts = [call[rows] for call, rows in self.parts]
+        return parts[0] if len(parts) == 1 else concat_unfilled(parts)
 
 
 @dataclass(eq=False)
@@ -48,6 +59,7 @@ class GroupScorer:
     rm_wg:          None without a reward model. It may share its processes with the rollout.
     submission:     held while calls are submitted to workers, so that all ranks get them in the same order.
     batch_rows:     this many failed rows stop the run, see `FailureLimit`.
+    is_generating:  whether further samples are generated.
     busy_s:         seconds spent in calls since `begin`.
     """
 
@@ -58,11 +70,13 @@ class GroupScorer:
         reward_fn: RewardFn,
         submission: threading.Lock,
         batch_rows: int,
+        is_generating: Callable[[], bool],
     ) -> None:
         self.rm_wg = rm_wg
         self.reward_fn = FailureLimit(reward_fn, batch_rows)
         self._with_responses = with_responses
         self._submission = submission
+        self._is_generating = is_generating
         self.begin()
 
     def begin(self) -> None:
@@ -70,32 +84,43 @@ class GroupScorer:
         self.busy_s = 0.0
         self.reward_fn.reset()
         self._waiting: list[_Waiting] = []
-        self._calling = False
         self._in_progress: asyncio.Future[DataProto] | None = None
+        self._next_call: asyncio.TimerHandle | None = None
+        self._last_began = float("-inf")
 
     async def end(self) -> None:
         """Wait for the call in progress, also if its groups were cancelled: nothing else may call the function or the workers."""
+        if self._next_call is not None:
+            self._next_call.cancel()
         if self._in_progress is not None:
             await asyncio.wait([self._in_progress])
 
     async def score(self, batch: Any, places: Sequence[int], responses: Sequence[Any]) -> ScoredGroup:
-        """Score a group: the rows of a `PromptBatch` at `places`, whose responses are complete."""
+        """Score the rows of a `PromptBatch` at `places`, whose responses are complete."""
         future: asyncio.Future[ScoredGroup] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(batch, places, responses, future))
-        if not self._calling:
-            self._calling = True
-            asyncio.get_running_loop().call_soon(self._call)  # groups that complete together are scored together
+        self._plan_call()
         return await future
 
+    def _plan_call(self) -> None:
+        """Score what waits, after the call in progress."""
+        if self._in_progress is not None and not self._in_progress.done():
+            return
+        if self._next_call is not None:
+            self._next_call.cancel()
+        loop = asyncio.get_running_loop()
+        is_early = self._is_generating()
+        # what completes together is scored together
+        self._next_call = loop.call_at(self._last_began + MIN_INTERVAL_S if is_early else loop.time(), self._call)
+
     def _call(self) -> None:
-        """Score the groups that wait."""
         waiting = [group for group in self._waiting if not group.future.done()]  # others were cancelled
-        self._calling = bool(waiting)
         meta = waiting[0].batch.rows.meta_info if waiting else {}  # a call is for one step
         taken = [group for group in waiting if group.batch.rows.meta_info == meta]
         self._waiting = [group for group in waiting if group.batch.rows.meta_info != meta]
         if taken:
             taken.sort(key=lambda group: id(group.batch))
+            self._last_began = asyncio.get_running_loop().time()
             self._in_progress = in_thread(lambda: self._scored(taken))
             self._in_progress.add_done_callback(lambda call: self._hand_out(taken, call))
 
@@ -112,8 +137,9 @@ class GroupScorer:
             if error is not None:
                 group.future.set_exception(error)
             else:
-                group.future.set_result(ScoredGroup(call.result(), rows))
-        self._call()
+                group.future.set_result(ScoredGroup([(call.result(), rows)]))
+        if self._waiting:
+            self._plan_call()
 
     def _rows(self, taken: list[_Waiting]) -> DataProto:
         parts = []

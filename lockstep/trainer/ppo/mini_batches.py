@@ -23,7 +23,7 @@ from lockstep.config.critic import CriticConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import Batch, names_of
 from lockstep.protocol.ragged import Ragged, is_ragged
-from lockstep.protocol.tokens import lengths_of, prompt_owners, row_sums
+from lockstep.protocol.tokens import image_keys, lengths_of, prompt_owners, row_sums, with_images
 from lockstep.trainer.ppo.forks import OWNER, rows_of
 from lockstep.utils.seqlen import get_group_balanced_partitions, get_seqlen_balanced_partitions
 
@@ -111,10 +111,13 @@ def lay_out(batch: DataProto, rule: MiniBatches, dp_size: int, *, balance: bool)
     names = sorted(prepared[0]) if prepared else []
     tensors |= {name: torch.cat([columns[name] for columns in prepared])[positions] for name in names}
     order = torch.tensor(rows_in_order)[positions]
+    is_padding_row = list(chain.from_iterable(padding))
     laid_out = batch.select([name for name in names_of(batch.batch) if name != OWNER], [])
-    laid_out = _in_order(laid_out, order, list(chain.from_iterable(padding))).union(
-        DataProto.from_dict(tensors=tensors)
-    )
+    laid_out = _in_order(laid_out, order, is_padding_row).union(DataProto.from_dict(tensors=tensors))
+    for name in image_keys(batch):
+        images = batch.non_tensor_batch[name][order.numpy()]
+        images[is_padding_row] = None
+        laid_out.non_tensor_batch[name] = images
     num_repeats = rule.epochs // rule.num_passes
     laid_out.meta_info |= {"mini_batches": counts, "num_repeats": num_repeats, "prepared": names}
     return laid_out
@@ -154,7 +157,7 @@ def spread(lengths: list[int], num_parts: int, *, balance: bool, owners: list[in
 def _lengths_and_owners(batch: DataProto) -> tuple[list[int], list[int]]:
     """Number of tokens of each row, and the first row with the same prompt."""
     prompts, responses = lengths_of(batch.tensors)
-    return (prompts + responses).tolist(), prompt_owners(batch.tensors)
+    return (prompts + responses).tolist(), prompt_owners(with_images(batch))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.algorithms.kl import get_kl_controller
 from lockstep.algorithms.losses.policy import with_loss_settings
 from lockstep.algorithms.rollout_correction import use_rollout_log_probs
+from lockstep.config.actor_rollout_ref import max_expected_gap
 from lockstep.config.batch_sizes import fitted_to_rows
+from lockstep.config.checks import SEPARATE
+from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.old_log_probs import OldLogProbs
 from lockstep.config.placement import controller_of, need_critic, need_reference_policy
 from lockstep.config.ppo import PPOConfig
@@ -68,11 +71,14 @@ from lockstep.utils import step_stop
 from lockstep.utils.audit import Audits
 from lockstep.utils.main_thread import taking_calls
 from lockstep.utils.progress import phase
+from lockstep.utils.rollout_gap import GapBound
 from lockstep.utils.spans import span
 from lockstep.utils.state_file import load_state
 from lockstep.utils.timing import marked_timer
 
 logger = logging.getLogger(__name__)
+ROLLOUT_STATE = "rollout"
+"""Folder of a checkpoint with what rollout engines keep between steps."""
 
 
 class PPOTrainer:
@@ -123,9 +129,10 @@ class PPOTrainer:
         self.run = TrainingRun(config)
         self.smaller = SmallerMicroBatches(config)
         self.audits = Audits(asdict(config.trainer.audit))
+        rollout = config.actor_rollout_ref.rollout
         self.audit = StepAudit(
             self.audits,
-            compute_dtype(config, workers.device),
+            GapBound(compute_dtype(config, workers.device), exact=rollout.exact, largest=max_expected_gap(rollout)),
             self.run.folder,
             DrawnPrompts(config, self.train_dataloader),
             RoundTrip(config, tokenizer, workers.agents, train_dataset),
@@ -453,6 +460,8 @@ class PPOTrainer:
         if self.use_critic:
             self.critic_wg.load_checkpoint(str(folder / "critic"))
         self.actor_rollout_wg.load_checkpoint(str(folder / "actor"), self.num_updates)
+        if (folder / ROLLOUT_STATE).is_dir() and self._keeps_rollout_state:
+            self.rollout_wg.load_rollout(str(folder / ROLLOUT_STATE))
         if self.train_dataloader is not None:
             self.train_dataloader.load_state_dict(load_state(folder / LOADER_STATE))
         if state.get("kl_ctrl", "adaptive") == self.config.algorithm.kl_ctrl.type == "adaptive":
@@ -461,6 +470,11 @@ class PPOTrainer:
         metrics: dict[str, Any] = state["metrics"]
         self.untested = None if state.get("is_tested", True) else metrics
         return metrics
+
+    @property
+    def _keeps_rollout_state(self) -> bool:
+        name = self.config.actor_rollout_ref.rollout.name
+        return ROLLOUT_ENGINES.info(name).keeps_state and hasattr(self.rollout_wg, "save_rollout")  # a user's class
 
     def _save_checkpoint(self, metrics: dict[str, Any], is_tested: bool = True) -> None:
         """metrics: those of the step. is_tested: False if a validation that is due has still to come."""
@@ -472,6 +486,10 @@ class PPOTrainer:
                 (folder / name).mkdir()
             for name, group in groups.items():
                 group.save_checkpoint(str(folder / name), step)
+            # a rollout that generates during updates cannot be asked
+            if self._keeps_rollout_state and self.config.trainer.async_mode not in SEPARATE:
+                (folder / ROLLOUT_STATE).mkdir()
+                self.rollout_wg.save_rollout(str(folder / ROLLOUT_STATE))
             self.source.save(folder)
             self.audit.probe.save(folder)
 

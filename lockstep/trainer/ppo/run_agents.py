@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lockstep.agents.agents import DEFAULT_KEY, Agents
 from lockstep.agents.renderer import QUESTION
 from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.data import ImageDataConfig
 from lockstep.config.ensemble import reward_parts
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
@@ -124,6 +125,7 @@ def agent_setup(config: PPOConfig) -> AgentSetup:
         template_kwargs=config.data.apply_chat_template_kwargs,
         sandbox=config.reward_model.sandbox,
         data_files=[*config.data.train_files, *config.data.val_files],
+        images=ImageDataConfig(min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels),
     )
 
 

@@ -16,9 +16,10 @@ from lockstep.algorithms.advantages import required_inputs
 from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.images import IMAGES
 from lockstep.protocol.tokens import pack, row_sums, shape_of
 from lockstep.rewards.errors import AllRowsFailedError
-from lockstep.trainer.ppo.agent_rollout import AgentRollout
+from lockstep.trainer.ppo.agent_rollout import AgentRollout, with_responses
 from lockstep.trainer.ppo.metrics import is_numeric
 from lockstep.utils.progress import phase
 from lockstep.utils.timing import marked_timer
@@ -30,6 +31,9 @@ RewardFn = Callable[..., Any]
 
 EXTRA_KEYS = "reward_extra_keys"
 """meta_info key: names of the columns added by the reward function."""
+MIN_SLOW_S = 1.0
+SLOW_SHARE = 0.2
+"""Rewards are slow if they take more seconds than this, and this share of generation."""
 
 
 class Sampling:
@@ -49,6 +53,7 @@ class Sampling:
         self.reward_fn = reward_fn
         self.n = config.actor_rollout_ref.rollout.n
         self.filter = GroupFilter(config)
+        self._has_suggested = False
         self.needs_baselines = "reward_baselines" in required_inputs(config.algorithm.adv_estimator)
 
     def collect(
@@ -75,10 +80,22 @@ class Sampling:
             batch = self.generate(prompts, n=self.n, step=step, draw=draw)
         with marked_timer("reward", timing):
             batch = self.score(batch, self.reward_fn)
+        self._suggest_async(timing["gen"], timing["reward"])
         if self.needs_baselines:
             with marked_timer("gen_max", timing):
                 batch.tensors["reward_baselines"] = self.greedy_baselines(prompts, step=step, draw=draw)
         return batch
+
+    def _suggest_async(self, gen_s: float, reward_s: float) -> None:
+        """Log once that rewards could be computed during generation, if they take much of the step."""
+        could_overlap = getattr(self.reward_fn, "scores_rows_alone", False)
+        if not self._has_suggested and could_overlap and reward_s > max(MIN_SLOW_S, SLOW_SHARE * gen_s):
+            self._has_suggested = True
+            logger.info(
+                "rewards took %.1f s after %.1f s of generation; actor_rollout_ref.rollout.mode=async computes them while others "
+                "are generated, with the same results",
+                *(reward_s, gen_s),
+            )
 
     def forget_failures(self) -> None:
         """The rollout was repaired."""
@@ -168,6 +185,7 @@ class FailureLimit:
     def __init__(self, reward_fn: RewardFn, max_rows: int) -> None:
         self.reward_fn = reward_fn
         self.max_rows = max_rows
+        self._traceback_logged = False
         self.reset()
 
     def reset(self) -> None:
@@ -180,7 +198,9 @@ class FailureLimit:
             self._failures.append(error)
             if sum(failure.num_rows for failure in self._failures) >= self.max_rows:
                 raise AllRowsFailedError.of_calls(self._failures) from error.__cause__
-            logger.warning("%s; these samples score 0", error.what)
+            traceback = None if self._traceback_logged else error.__cause__
+            logger.warning("%s; these samples score 0", error.what, exc_info=traceback)
+            self._traceback_logged = True
             scores = torch.zeros(shape_of(batch.tensors, "responses"), dtype=torch.float32)
             return {"reward_tensor": scores, "reward_extra_info": {"reward_failed": [1.0] * len(batch)}}
         self.reset()
@@ -204,9 +224,10 @@ def generate_for_rows(
 
 def _generate(rollout_wg: Any, rows: DataProto) -> DataProto:
     """The rows with their responses."""
-    inputs = rows if isinstance(rollout_wg, AgentRollout) else rows.select(["sampling_seed"], ["raw_prompt_ids"])
+    names = [name for name in ("raw_prompt_ids", IMAGES) if name in rows.non_tensor_batch]
+    inputs = rows if isinstance(rollout_wg, AgentRollout) else rows.select(["sampling_seed"], names)
     with phase("generate"):
-        return rows.union(rollout_wg.generate_sequences(inputs))
+        return with_responses(rows, rollout_wg.generate_sequences(inputs))
 
 
 def training_rows(
@@ -291,13 +312,18 @@ def _with_failed_filled(batch: DataProto) -> DataProto:
 
 
 def concat_scored(parts: list[DataProto]) -> DataProto:
-    """The parts as one batch; a reward column that some parts lack is None there, and 0 for failed rows if it is numeric."""
+    """`concat_unfilled`, with 0 for failed rows in numeric reward columns."""
+    return _with_failed_filled(concat_unfilled(parts))
+
+
+def concat_unfilled(parts: list[DataProto]) -> DataProto:
+    """The parts as one batch; a reward column that some parts lack is None there."""
     names = sorted({name for part in parts for name in part.meta_info[EXTRA_KEYS]})
     for part in parts:
         part.meta_info[EXTRA_KEYS] = names
         for name in names:
             part.non_tensor_batch.setdefault(name, object_array([None] * len(part)))
-    return _with_failed_filled(DataProto.concat(parts))
+    return DataProto.concat(parts)
 
 
 def extra_columns(batch: DataProto) -> dict[str, list[Any]]:

@@ -23,6 +23,7 @@ from lockstep.data.create_dataset import create_rl_dataset
 from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.sampler import create_rl_sampler
 from lockstep.engines.train.micro_batch_limits import failure_of, free_unused
+from lockstep.models.processor import hf_processor
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.rewards.managers import RewardFn, check_scorers, load_reward_manager
 from lockstep.single_controller import LOCAL, Backend, HangError, ResourcePoolManager, RestartError, Role, Worker
@@ -115,14 +116,17 @@ class TaskRunner:
         self.add_reward_model_worker(config, pools)
         self.add_ref_policy_worker(config, pools)
         data, tokenizer = config.data, hf_tokenizer(**tokenizer_arguments(config))
+        model = config.actor_rollout_ref.model
+        trust = model.trust_remote_code or data.trust_remote_code
+        processor = hf_processor(model.path, tokenizer, data, trust)
         train_files = [] if config.trainer.val_only else data.train_files
         logger.info("reading data: %s", ", ".join(map(str, [*train_files, *data.val_files])))
         val_dataset = None
         if data.val_files:
-            val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
+            val_dataset = create_rl_dataset(data.val_files, tokenizer, data, data.val_max_samples, "val", processor)
         train_dataset = train_sampler = None
         if not config.trainer.val_only:
-            train_dataset = create_rl_dataset(train_files, tokenizer, data, data.train_max_samples)
+            train_dataset = create_rl_dataset(train_files, tokenizer, data, data.train_max_samples, processor=processor)
             train_sampler = create_rl_sampler(data, cast(Sized, train_dataset))
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0, in_training=True)
         check_rows(config, reward_fn, train_dataset, val_dataset, in_training=True)

@@ -12,6 +12,7 @@ from lockstep.config.placement import need_critic
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import names_of
+from lockstep.protocol.tokens import image_keys
 from lockstep.trainer.ppo import forks
 from lockstep.trainer.ppo.mini_batches import Balanced, lay_out, loss_preparation, mini_batches_of
 from lockstep.utils.audit import Audits
@@ -61,7 +62,7 @@ def forward_passes(
             num_ranks = group.mesh(mesh).dp_size if config.trainer.balance_batch else 1
             key = (num_ranks, bool(own_routes))
             if key not in balanced:
-                rows = batch.select([*names, *own_routes], [])
+                rows = batch.select([*names, *own_routes], image_keys(batch))
                 rows.meta_info["audit"] = audits.levels
                 balanced[key] = Balanced.over(rows, num_ranks)
             waiting[name] = balanced[key].call(getattr(group, method))
@@ -106,5 +107,5 @@ def update_batch(batch: DataProto, role: Trained, config: PPOConfig, step: int, 
     if role == "actor":
         rule = mini_batches_of(actor, num_samples, step, loss_preparation(actor, step))
     else:
-        batch = batch.select([name for name in names_of(batch.batch) if name != "routed_experts"], [])
+        batch = batch.select([name for name in names_of(batch.batch) if name != "routed_experts"], image_keys(batch))
     return lay_out(batch, rule, num_ranks, balance=config.trainer.balance_batch)

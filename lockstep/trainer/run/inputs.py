@@ -12,11 +12,15 @@ from lockstep.data.files import refuse_media
 from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.run.memory_check import check_memory
 from lockstep.trainer.run.preflight import check_positions, preflight
-from lockstep.utils.dataset_files import local_data_files
+from lockstep.utils.dataset_files import Use, local_data_files
 from lockstep.utils.generated_data import is_generated
 from lockstep.utils.model_path import base_folder, local_model_folder, revision_of
+from lockstep.utils.vision import reads_images
 
 logger = logging.getLogger(__name__)
+
+ACTOR_KEYS = ("actor_rollout_ref.model.path", "model.path")
+"""Keys of the model that reads the prompts."""
 
 
 def prepare_run(config: PPOConfig | SupervisedConfig, *, with_preflight: bool = True) -> None:
@@ -37,12 +41,14 @@ def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:
     """
     weights = isinstance(config, SupervisedConfig) or controller_of(config) == "local"
     fetched: dict[str, Path] = {}
+    sees = False
     for key, path in _models(config):
         folder = local_model_folder(path, key, weights=weights)
         base = base_folder(folder, key, weights=weights)
         if folder != Path(path).expanduser() and fetched.get(path) != folder:
             logger.info("%s=%s is read from %s", key, path, folder)
         fetched[path] = folder
+        sees = sees or (key in ACTOR_KEYS and reads_images(base))
         if isinstance(config, PPOConfig) and key == "actor_rollout_ref.model.path":
             check_positions(config, base)
     for key, path in _tokenizers(config):
@@ -54,8 +60,10 @@ def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:
         else:
             train_files = [] if config.trainer.val_only else _files(config.data.train_files)
             val_files = _files(config.data.val_files)
-        refuse_media(local_data_files(train_files, "train", "data.train_files"), "data.train_files")
-        refuse_media(local_data_files(val_files, "val", "data.val_files"), "data.val_files")
+        of_use: dict[Use, list[str]] = {"train": train_files, "val": val_files}
+        for use, files in of_use.items():
+            key = f"data.{use}_files"
+            refuse_media(local_data_files(files, use, key), key, config.data, with_images=sees)
 
 
 def _files(entries: Sequence[str]) -> list[str]:

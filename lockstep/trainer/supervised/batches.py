@@ -14,11 +14,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.images import IMAGES
+from lockstep.protocol.tokens import image_column, images_of, with_images
 from lockstep.trainer.ppo.mini_batches import MiniBatches, clear_rows, lay_out, spread
 
-Sample = dict[str, Tensor]
-"""input_ids, loss_mask; optionally position_ids, and attention_mask if it is padded; each (L,)."""
+Sample = dict[str, Any]
+"""input_ids, loss_mask; optionally position_ids, and attention_mask if it is padded; each (L,). multi_modal_inputs: its images."""
 
 
 def collate(samples: Sequence[Sample]) -> TensorDict:
@@ -39,7 +41,10 @@ def collate(samples: Sequence[Sample]) -> TensorDict:
             batch[name][i, place] = values
     tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
     tensors["response_mask"] = tensors["response_mask"][:, before:]
-    return TensorDict(tensors | {"responses": tensors["input_ids"][:, before:]}, batch_size=[len(rows)])
+    found = TensorDict(tensors | {"responses": tensors["input_ids"][:, before:]}, batch_size=[len(rows)])
+    if any(sample.get(IMAGES) is not None for sample in samples):
+        found[IMAGES] = image_column([sample.get(IMAGES) for sample in samples])
+    return found
 
 
 def _arrays(sample: Sample) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -60,9 +65,12 @@ def _prompt_length(mask: np.ndarray) -> int:
 
 def share_of(batch: TensorDict, dp_rank: int, dp_size: int, *, balance: bool) -> tuple[TensorDict, int]:
     """A data-parallel rank's rows, as many on every rank, and the number of trained tokens in the whole batch."""
-    laid_out = lay_out(DataProto(batch=batch), MiniBatches(len(batch)), dp_size, balance=balance)
+    images = images_of(batch)
+    columns = {} if images is None else {IMAGES: object_array(images)}
+    plain = DataProto(batch.exclude(IMAGES), columns)
+    laid_out = lay_out(plain, MiniBatches(len(batch)), dp_size, balance=balance)
     (counts,) = laid_out.meta_info["mini_batches"]
-    rows = laid_out.tensors.exclude("mini_batch")
+    rows = with_images(laid_out).exclude("mini_batch")
     per_rank = len(rows) // dp_size
     return rows[dp_rank * per_rank : (dp_rank + 1) * per_rank], counts["batch_num_tokens"]
 
@@ -93,5 +101,7 @@ def share_of_pairs(batch: TensorDict, dp_rank: int, dp_size: int, *, balance: bo
     rows = batch[[2 * pair + side for pair in [*own, *[0] * missing] for side in (0, 1)]]
     is_padding = torch.arange(len(rows)) >= 2 * len(own)
     clear_rows(rows, is_padding)
+    if (images := images_of(rows)) is not None:
+        rows[IMAGES] = image_column([None if padding else image for image, padding in zip(images, is_padding.tolist())])
     rows["is_data"] = rows["is_data"].masked_fill(is_padding, 0)
     return rows, len(lengths)

@@ -150,7 +150,10 @@ class DPOTrainer(SupervisedTrainer):
         for dataset in datasets.values():
             for sample in map(dataset.__getitem__, range(len(dataset))):
                 for values in chain(sample["chosen"].values(), sample["rejected"].values()):
-                    digest.update(values.numpy().tobytes())
+                    if isinstance(values, Tensor):
+                        digest.update(values.numpy().tobytes())
+                    elif values is not None:
+                        digest.update(b"".join(values.digests))
         return digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ import torch
 from lockstep.config.derived_defaults import PROGRAMS
 from lockstep.config.preference import DPOConfig, RMConfig
 from lockstep.config.sft import SFTConfig, SupervisedConfig
+from lockstep.models.processor import hf_processor
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.single_controller.futures import HangError
 from lockstep.trainer.run.errors import RunError, raise_as_run_error
@@ -92,8 +93,9 @@ def build(config: SupervisedConfig, rank: int, world_size: int) -> SupervisedTra
     )
     logger.info("tokenizing %s", ", ".join([*data.train_files, *data.val_files]))
     cls = TRAINERS[type(config)]
-    train = cls.create_dataset(data.train_files, tokenizer, data, data.train_max_samples)
+    processor = hf_processor(model.path, tokenizer, data, model.trust_remote_code, "model.path")
+    train = cls.create_dataset(data.train_files, tokenizer, data, data.train_max_samples, processor=processor)
     validation = None
     if data.val_files and config.trainer.test_freq > 0:
-        validation = cls.create_dataset(data.val_files, tokenizer, data, data.val_max_samples, use="val")
+        validation = cls.create_dataset(data.val_files, tokenizer, data, data.val_max_samples, "val", processor)
     return cls(config, tokenizer, train, validation, device)

@@ -70,7 +70,7 @@ class SupervisedTrainer(ABC):
     forward_options: ClassVar[dict[str, object]] = {}
     """Options of the model's forward."""
     create_dataset: Callable[..., Dataset[Any]]
-    """(files, tokenizer, `data` config, max_samples, use="train" or "val")"""
+    """(files, tokenizer, `data` config, max_samples, use="train" or "val", processor of a model that reads images)"""
     collate: Callable[[Sequence[Any]], TensorDict]
     """Rows of the dataset -> sequences for the engine."""
 

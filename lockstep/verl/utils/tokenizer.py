@@ -5,19 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoProcessor
 
+from lockstep.models.processor import load_processor
 from lockstep.models.tokenizer import hf_tokenizer as hf_tokenizer
-
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 
 
 def hf_processor(name_or_path: str | Path, **kwargs: Any) -> Any:
     """The processor of a multimodal model in a local folder; None for a text model."""
-    folder = Path(name_or_path).expanduser()
-    if not any((folder / name).is_file() for name in PROCESSOR_FILES):
-        return None
-    return AutoProcessor.from_pretrained(str(folder), **kwargs)
+    return load_processor(name_or_path, **kwargs)
 
 
 def normalize_token_ids(tokenized: Any) -> list[int]:

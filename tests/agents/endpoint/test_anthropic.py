@@ -116,7 +116,7 @@ def test_errors_have_the_protocol_s_form(service: Service) -> None:
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: "):
         service.create([{"role": "user", "content": "x" * 3000}])
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
-    with pytest.raises(anthropic.BadRequestError, match="only parts of text are supported, not 'image'"):
+    with pytest.raises(anthropic.BadRequestError, match="only parts of text are supported: this model reads no images"):
         service.create([{"role": "user", "content": [image]}])
     with pytest.raises(anthropic.BadRequestError, match="cannot be enforced"):
         service.create(tools=TOOLS, tool_choice={"type": "any"})

@@ -31,8 +31,12 @@ from lockstep.utils.fingerprint import fingerprint
 EXTENSION = "lockstep.engines.rollout.vllm_worker.WeightUpdates"
 LOG_PROB = -0.5
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "stop_token_ids", "ignore_eos"}
+_IMAGES = {"content_parts", "return_token_ids"}
 _VLLM = {
-    "/inference/v1/generate": ({"token_ids", "sampling_params"}, {"request_id", "model", "cache_salt", "stream"}),
+    "/inference/v1/generate": (
+        {"token_ids", "sampling_params"},
+        {"request_id", "model", "cache_salt", "stream", *_IMAGES},
+    ),
     "/inference/v1/abort_requests": ({"request_ids"}, set()),
     "/collective_rpc": ({"method"}, {"args", "kwargs", "timeout"}),
     "/reset_prefix_cache": (set(), set()),
@@ -44,7 +48,7 @@ _VLLM = {
 }
 _UPDATE = {"flush_cache", "abort_all_requests", "weight_version", "load_format"}
 _SGLANG = {
-    "/generate": ({"input_ids", "sampling_params"}, {"rid", "return_logprob", "extra_key", "stream"}),
+    "/generate": ({"input_ids", "sampling_params"}, {"rid", "return_logprob", "extra_key", "stream", "image_data"}),
     "/abort_request": (set(), {"rid", "abort_all"}),
     "/pause_generation": (set(), {"mode"}),
     "/continue_generation": (set(), {"torch_empty_cache"}),
@@ -63,7 +67,7 @@ _SGLANG = {
 _OPENAI = {
     "/v1/completions": (
         {"model", "prompt"},
-        {"max_tokens", "seed", "logprobs", "return_token_ids", "return_tokens_as_token_ids", *_SAMPLING},
+        {"max_tokens", "seed", "logprobs", "return_token_ids", "return_tokens_as_token_ids", *_SAMPLING, *_IMAGES},
     ),
 }
 FIELDS: dict[str, dict[str, tuple[set[str], set[str]]]] = {"vllm": _VLLM, "sglang": _SGLANG, "openai": _OPENAI}
@@ -77,6 +81,7 @@ class State:
     faults: of the next requests for tokens, one each: 500 | drop (the connection is closed) | stall | die (the server is gone) |
             short | long | log_probs | no_tokens | null | eos | error.
     calls:  path and body of every request.
+    image_tokens: the placeholder token, and how many an image is expanded to.
     """
 
     kind: str
@@ -93,6 +98,7 @@ class State:
     label: str = "default"
     weights: dict[str, Tensor] = field(default_factory=dict)
     aborted: dict[str, threading.Event] = field(default_factory=dict)
+    image_tokens: tuple[int, int] = (9, 3)
     group: Any = None
 
     @property
@@ -280,8 +286,8 @@ class _Handler(BaseHTTPRequestHandler):
         if state.kind != "openai":
             length = {"vllm": "max_tokens", "sglang": "max_new_tokens"}[state.kind]
             own = {
-                "vllm": {"seed", "logprobs", "detokenize"},
-                "sglang": {"sampling_seed", "skip_special_tokens", "no_stop_trim"},
+                "vllm": {"seed", "logprobs", "detokenize", "logit_bias"},
+                "sglang": {"sampling_seed", "skip_special_tokens", "no_stop_trim", "logit_bias"},
             }
             if not set(sampling) <= _SAMPLING | own[state.kind] | {length}:
                 raise _Fault(422, f"sampling_params: {sorted(sampling)}")
@@ -318,9 +324,20 @@ class _Handler(BaseHTTPRequestHandler):
                 finish = "stop"
                 break
         state.aborted.pop(name, None)
-        return self._answer(tokens, finish, fault)
+        return self._answer(self._expanded(prompt, body), tokens, finish, fault)
 
-    def _answer(self, tokens: list[int], finish: str, fault: str) -> Any:
+    def _expanded(self, prompt: list[int], body: Any) -> list[int]:
+        """The prompt with the placeholder of each image repeated; the images must be PNG data URIs."""
+        images = body.get("image_data", [part["url"] for part in body.get("content_parts", ())])
+        for image in images:
+            if base64.b64decode(image.removeprefix("data:image/png;base64,"), validate=True)[1:4] != b"PNG":
+                raise _Fault(400, "not an image")
+        token, length = self.server_state.image_tokens
+        if images and prompt.count(token) != len(images):
+            raise _Fault(400, f"{prompt.count(token)} placeholders, {len(images)} images")
+        return [kept for found in prompt for kept in [found] * (length if images and found == token else 1)]
+
+    def _answer(self, prompt: list[int], tokens: list[int], finish: str, fault: str) -> Any:
         state = self.server_state
         log_probs: list[Any] = [LOG_PROB] * len(tokens)
         if fault == "short":
@@ -339,13 +356,16 @@ class _Handler(BaseHTTPRequestHandler):
         if state.kind == "sglang":
             pairs = [[value, token, None] for value, token in zip(log_probs, tokens)]
             about = {"finish_reason": {"type": finish}, "output_token_logprobs": pairs, "weight_version": state.label}
+            about["prompt_tokens"] = len(prompt)
             return {"text": "", "meta_info": about} | ({} if fault == "no_tokens" else {"output_ids": tokens})
         if state.kind == "vllm":
             content = [{"token_id": token, "logprob": value} for token, value in zip(tokens, log_probs)]
             choice = {"index": 0, "finish_reason": finish, "weight_versions": spans, "logprobs": {"content": content}}
         else:
             choice = {"index": 0, "finish_reason": finish, "text": "", "logprobs": {"token_logprobs": log_probs}}
-        return {"choices": [choice | ({} if fault == "no_tokens" else {"token_ids": tokens})]}
+            choice["prompt_token_ids"] = prompt
+        choices = [choice | ({} if fault == "no_tokens" else {"token_ids": tokens})]
+        return {"choices": choices} | ({"prompt_token_ids": prompt} if state.kind == "vllm" else {})
 
 
 def _join(body: Any) -> Any:

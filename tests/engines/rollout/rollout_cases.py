@@ -114,6 +114,30 @@ def mixed_requests(seed: int = 0, **sampling: Any) -> list[GenerationRequest]:
     ]
 
 
+def check_samples_of_one_prompt(model: Any, num_few_slots: int) -> None:
+    """Eight samples of a prompt of 23 tokens compute it once, and are those of separate requests.
+
+    num_few_slots: prefill tokens if three of them run at once.
+    """
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    requests = [GenerationRequest(list(range(3, 26)), params, seed=i) for i in range(8)]
+
+    def generate(num_prefill_tokens: int, **changes: Any) -> list[Completion]:
+        engine = embedded(model, **changes)
+        engine.generate(requests[:1])  # with the model check
+        assert engine.step_loop is not None
+        before = engine.step_loop.num_prefill_tokens
+        completions = engine.generate(requests)
+        assert engine.step_loop.num_prefill_tokens - before == num_prefill_tokens
+        return completions
+
+    shared = generate(23)
+    alone = generate(8 * 23, enable_prefix_caching=False)
+    assert_same(shared, alone)
+    assert_same(generate(num_few_slots, max_num_seqs=3), alone)
+    assert len({tuple(c.token_ids) for c in shared}) > 1
+
+
 def assert_same(got: list[Completion], expected: list[Completion]) -> None:
     """Equal tokens and stop reasons; log-probs equal up to rounding."""
     assert [c.token_ids for c in got] == [c.token_ids for c in expected]

@@ -24,6 +24,7 @@ from tests.engines.rollout.rollout_cases import (
     EOS,
     VOCAB,
     assert_same,
+    check_samples_of_one_prompt,
     device_or_skip,
     embedded,
     mixed_requests,
@@ -123,29 +124,7 @@ def test_calls_are_independent(model: Any, expected: list[Completion]) -> None:
 
 
 def test_a_shared_prompt_is_computed_once(model: Any) -> None:
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
-    requests = [GenerationRequest(list(range(3, 26)), params, seed=i) for i in range(8)]
-
-    def generate(**changes: Any) -> tuple[int, list[Completion]]:
-        """Tokens computed in prefill steps, and the completions."""
-        engine = embedded(model, **changes)
-        engine.generate(requests[:1])  # with the model check
-        assert engine.step_loop is not None
-        before = engine.step_loop.num_prefill_tokens
-        completions = engine.generate(requests)
-        return engine.step_loop.num_prefill_tokens - before, completions
-
-    num_shared, shared = generate()
-    num_alone, alone = generate(enable_prefix_caching=False)
-    num_few_slots, few_slots = generate(max_num_seqs=3)
-    assert (num_shared, num_alone, num_few_slots) == (
-        23,
-        8 * 23,
-        23 + 5,
-    )  # later samples compute the last prompt token again
-    assert_same(shared, alone)
-    assert_same(few_slots, alone)
-    assert len({tuple(c.token_ids) for c in shared}) > 1
+    check_samples_of_one_prompt(model, 23 + 5)  # later samples compute the last prompt token again
 
 
 def test_stop_tokens_end_a_response_and_are_part_of_it(model: Any) -> None:

@@ -46,8 +46,8 @@ def refuse(engine: EmbeddedEngine, method: str, too_large: Callable[..., bool]) 
     runner = engine.runner
     compute = getattr(runner, method)
 
-    def refusing(*args: Any) -> Any:
-        result = compute(*args)
+    def refusing(*args: Any, **more: Any) -> Any:
+        result = compute(*args, **more)
         if too_large(*args):
             raise RuntimeError(CPU_ERROR)
         return result

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.engines.rollout.embedded import paged_attention
 from lockstep.engines.rollout.embedded.cpu.decode_attention import CpuDecodeAttention
 from lockstep.engines.rollout.embedded.paged_attention import (
     CachedRows,
@@ -14,7 +15,8 @@ from lockstep.engines.rollout.embedded.paged_attention import (
     PagedAttention,
     PagedCache,
 )
-from lockstep.models.attention import AttentionContext, LayerOptions
+from lockstep.models.attention import AttentionContext
+from lockstep.models.layer_options import LayerOptions
 from tests.models.attention_reference import naive_attention
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 8, 8
@@ -106,6 +108,12 @@ def test_prefill_in_chunks(options: LayerOptions, size: int) -> None:
         context = PagedAttention(cache, slots, rows, fresh_lengths=[] if start else [stop])
         outputs.append(attend(context, layer(0), [t[start:stop] for t in data], options))
     torch.testing.assert_close(torch.cat(outputs), naive(data, options))
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[1], OPTIONS[5]])
+def test_a_long_chunk_attends_in_parts(options: LayerOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_attention, "MAX_MASK", 2 * HEADS // KEY_HEADS * 12)  # of two queries and three blocks
+    test_prefill_in_chunks(options, 4)
 
 
 @pytest.mark.gpu

@@ -215,6 +215,8 @@ def test_every_row_finds_its_own_tokens_in_its_blocks(data: st.DataObject) -> No
         chunked=data.draw(st.booleans(), label="chunked"),
         share_prompts=data.draw(st.booleans(), label="share"),
     )
+    expected = {s.index: data.draw(st.integers(1, 9), label="expected") for s in sequences}
+    scheduler.expected_length = lambda s: expected[s.index]
     late = data.draw(st.integers(0, len(sequences)), label="late arrivals")
     for s in sequences[late:]:
         scheduler.add(s)
@@ -355,3 +357,68 @@ def test_prefill_waits_until_enough_slots_are_free() -> None:
     assert not scheduler.prefill_is_due  # one free slot is not worth delaying fifteen sequences
     scheduler.finish(scheduler.running[0])
     assert scheduler.prefill_is_due
+
+
+def started(scheduler: Scheduler) -> list[int]:
+    """Indices in the order in which the sequences start."""
+    order: list[int] = []
+    while scheduler.has_unfinished:
+        step(scheduler)
+        order += [s.index for s in scheduler.running if s.index not in order]
+    return order
+
+
+def expecting(scheduler: Scheduler, lengths: dict[int, float]) -> None:
+    scheduler.expected_length = lambda s: lengths[s.index]
+
+
+def test_longest_expected_starts_first() -> None:
+    scheduler = make(seqs=1)
+    expecting(scheduler, {0: 5, 1: 20, 2: 10, 3: 12.5, 4: 15, 5: 15})
+    for i in range(6):
+        scheduler.add(sequence(i, [i, i], max_tokens=2))
+    assert started(scheduler) == [1, 4, 5, 3, 2, 0]
+
+
+def test_first_in_first_out_if_no_length_is_expected() -> None:
+    scheduler = make(seqs=1)
+    for i in range(5):
+        scheduler.add(sequence(i, [i, i], max_tokens=2))
+    assert started(scheduler) == [0, 1, 2, 3, 4]
+
+
+def test_longest_first_keeps_the_shared_prompt_of_a_group() -> None:
+    scheduler = make(seqs=3)
+    scheduler.expected_length = lambda s: 9.0 if s.request.prompt_ids == [4, 5, 6] else 1.0
+    for i in range(3):
+        scheduler.add(sequence(i, [1, 2, 3], max_tokens=2))
+    for i in range(3, 6):
+        scheduler.add(sequence(i, [4, 5, 6], max_tokens=2))
+    plan = step(scheduler)
+    assert computed(plan) == [(3, 0, 3)] and [s.index for s in plan.rows[0].samplers] == [3, 4, 5]
+    step(scheduler)
+    assert computed(step(scheduler)) == [(0, 0, 3)]
+
+
+def test_preempted_sequences_start_before_longer_ones() -> None:
+    scheduler = make(seqs=2, share_prompts=False)
+    expecting(scheduler, {0: 9, 1: 8, 2: 7, 3: 6})
+    for i in range(4):
+        scheduler.add(sequence(i, [i, i], max_tokens=4))
+    step(scheduler)
+    scheduler.preempt_above(0)
+    expecting(scheduler, {0: 1, 1: 1, 2: 7, 3: 6})
+    assert started(scheduler) == [0, 1, 2, 3]
+
+
+def test_no_sequence_waits_for_all_longer_ones_that_arrive_later() -> None:
+    scheduler = make(seqs=1)
+    scheduler.expected_length = lambda s: 1.0 if s.index == 1 else 100.0
+    for i in range(3):
+        scheduler.add(sequence(i, [i, i], max_tokens=2))
+    order: list[int] = []
+    for i in range(3, 40):  # a stream of longer ones, faster than the scheduler serves them
+        step(scheduler)
+        order += [s.index for s in scheduler.running if s.index not in order]
+        scheduler.add(sequence(i, [i, i], max_tokens=2))
+    assert order[:4] == [0, 2, 1, 3]

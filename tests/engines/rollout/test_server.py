@@ -1,11 +1,13 @@
 """Rollout by servers, against fake ones on loopback: protocols, faults, load, weight updates."""
 
+import base64
 import json
 import logging
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from lockstep.config.model import HFModelConfig
 from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
 from lockstep.engines.rollout.server.engine import ServerEngine, SglangEngine, share_of
 from lockstep.engines.rollout.server.http import ServerError
+from lockstep.engines.rollout.server.protocols import OpenAIProtocol
 from lockstep.protocol.generation import WeightsLostError
+from lockstep.protocol.images import ImageInputs
 from lockstep.utils.audit import AuditError
 from lockstep.utils.fingerprint import fingerprint
 from tests.engines.rollout.fake_server import LOG_PROB, FakeServer, fake_servers
@@ -92,6 +96,35 @@ def test_a_continued_response_has_other_random_numbers(vllm: FakeServer) -> None
     engine_of(vllm).generate([first, rest])
     seeds = {body["sampling_params"]["seed"] for body in vllm.state.generated}
     assert len(seeds) == 2
+
+
+def test_images_are_sent_as_data_uris_with_one_placeholder_each(server: FakeServer) -> None:
+    files = (b"\x89PNG one", b"\x89PNG two")
+    images = ImageInputs({}, 9, (3, 3), (b"a" * 16, b"b" * 16), files)
+    request = GenerationRequest([4, 9, 9, 9, 5, 9, 9, 9], SamplingParams(max_tokens=4, ignore_eos=True), images=images)
+    engine = engine_of(server)
+    (completion,) = engine.generate([request])
+    assert len(completion.token_ids) == 4
+    (body,) = server.state.generated
+    assert next(body[name] for name in ("token_ids", "input_ids", "prompt") if name in body) == [4, 9, 5, 9]
+    uris = body.get("image_data") or [part["url"] for part in body["content_parts"]]
+    assert [base64.b64decode(uri.removeprefix("data:image/png;base64,")) for uri in uris] == list(files)
+    if server.state.kind != "openai":
+        assert body["sampling_params"]["logit_bias"] == {"9": -100.0}
+    server.state.image_tokens = (9, 4)
+    with pytest.raises(
+        ServerError, match=r"as 10 tokens, which are not the 8 of the run's processor.*data\.max_pixels"
+    ):
+        engine.generate([request])
+
+
+def test_a_server_that_does_not_show_the_prompt_gets_no_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = ImageInputs({}, 9, (1,), (b"a" * 16,), (b"\x89PNG",))
+    request = GenerationRequest([9], SamplingParams(max_tokens=1, ignore_eos=True), images=images)
+    answer = OpenAIProtocol.answer
+    monkeypatch.setattr(OpenAIProtocol, "answer", lambda *args: replace(answer(*args), prompt_ids=None))
+    with fake_servers("openai") as (server,), pytest.raises(ServerError, match="does not tell the tokens of a prompt"):
+        engine_of(server).generate([request])
 
 
 def test_kind_is_found_and_model_named(server: FakeServer) -> None:

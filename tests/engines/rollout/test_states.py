@@ -1,12 +1,13 @@
 """The embedded engine on models with states: equal to transformers for every schedule, and no state of another sequence is seen."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 
-from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.engines.rollout import Completion
 from lockstep.engines.rollout.embedded import prefill
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.embedded.paged_attention import PagedCache
@@ -22,9 +23,10 @@ from lockstep.engines.rollout.embedded.state_slots import (
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.split_weights import check_sizes
-from lockstep.models.state_rows import RowBounds, RowStates
+from lockstep.models.state_rows import RowBounds, RowStates, StateName
 from tests.engines.rollout.rollout_cases import (
     assert_same,
+    check_samples_of_one_prompt,
     device_or_skip,
     embedded,
     mixed_requests,
@@ -119,25 +121,9 @@ def test_the_schedule_does_not_change_the_result(
 
 
 def test_samples_of_one_prompt_equal_separate_requests(model: Any) -> None:
-    params = SamplingParams(max_tokens=6, ignore_eos=True)
-    requests = [GenerationRequest(list(range(3, 26)), params, seed=i) for i in range(8)]
-
-    def generate(**changes: Any) -> tuple[int, list[Completion]]:
-        engine = embedded(model, **changes)
-        engine.generate(requests[:1])  # with the model check
-        assert engine.step_loop is not None
-        before = engine.step_loop.num_prefill_tokens
-        completions = engine.generate(requests)
-        return engine.step_loop.num_prefill_tokens - before, completions
-
-    num_shared, shared = generate()
-    num_alone, alone = generate(enable_prefix_caching=False)
-    num_few_slots, few_slots = generate(max_num_seqs=3)
-    # of 8 samples 3 run at once: those that come later compute the prompt again, once for all that start together
-    assert (num_shared, num_alone, num_few_slots) == (23, 8 * 23, 3 * 23)
-    assert_same(shared, alone)
-    assert_same(few_slots, alone)
-    assert len({tuple(c.token_ids) for c in shared}) > 1
+    check_samples_of_one_prompt(
+        model, 3 * 23
+    )  # later samples compute the prompt again, once for all that start together
 
 
 def spoil_freed_slots(engine: EmbeddedEngine) -> None:
@@ -363,13 +349,15 @@ def test_a_row_that_has_stopped_changes_no_slot() -> None:
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("model_type", ["qwen3_next", "falcon_h1", "mamba2", "lfm2"])
 def test_decoding_equals_transformers_on_cuda(model_type: str, eager: bool) -> None:
-    model = hybrid(model_type).to(device_or_skip("cuda"))
+    device, reference = device_or_skip("cuda"), hybrid(model_type)
     requests = mixed_requests(temperature=0.0)
-    engine = embedded(model, enforce_eager=eager, max_num_seqs=6)
+    engine = embedded(hybrid(model_type).to(device), enforce_eager=eager, max_num_seqs=6)
     for _ in range(2):
         for request, completion in zip(requests, engine.generate(requests)):
             got = torch.tensor(completion.log_probs)
-            torch.testing.assert_close(got, naive_log_probs(model, request, completion), atol=1e-4, rtol=0)
+            with architectures.torch_forms(reference):
+                expected = naive_log_probs(reference, request, completion)
+            torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
         assert_all_free(engine)
         engine.sleep()  # and the states move
 
@@ -408,6 +396,28 @@ class AddUpPacked:
         out = [add_up(row, part) for row, part in zip(x.split(lengths, 1), parts)]
         states.tensors.update(RowStates.cat(parts).tensors)
         return torch.cat(out, 1)
+
+
+class AddUpInPlace:
+    """The same for one token per row, on the slots themselves."""
+
+    def __call__(self, rows: torch.Tensor, states: RowStates) -> torch.Tensor:
+        raise AssertionError("the states need not be copied")
+
+    def step_in_place(
+        self, rows: torch.Tensor, tensors: Mapping[StateName, torch.Tensor], slots: torch.Tensor
+    ) -> torch.Tensor:
+        tensors["recurrent", 0][slots] += rows[:, 0]
+        return tensors["recurrent", 0][slots][:, None]
+
+
+def test_decode_leaves_the_states_where_they_are_if_the_core_can() -> None:
+    store = StateSlots({0: {("recurrent", 0): StateShape((1,), torch.float32)}}, 3, CPU)
+    rows = DecodeStates(store, torch.tensor([2, 1, 0]), torch.tensor([True, False, True]))
+    for expected in ([1, 100], [2, 200]):
+        out = rows.mix(0, AddUpInPlace(), torch.tensor([1.0, 10.0, 100.0])[None, :, None])
+        assert out.shape == (1, 3, 1) and out[0, [0, 2], 0].tolist() == expected
+    assert store.tensors[0]["recurrent", 0][:3].flatten().tolist() == [200, 0, 2]
 
 
 def test_prefill_rows_of_any_length_are_computed_together_if_the_core_can() -> None:

@@ -41,13 +41,6 @@ SLOW = [pytest.param(k, n, marks=pytest.mark.slow) for k in OTHERS for n in (2, 
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 

@@ -15,6 +15,7 @@ from lockstep.engines.rollout import GenerationRequest, SamplingParams
 from lockstep.engines.rollout.server.engine import ServerEngine, TgiEngine
 from lockstep.engines.rollout.server.http import ServerError
 from lockstep.engines.rollout.server.prompt_text import PromptText
+from lockstep.protocol.images import ImageInputs
 from tests.engines.rollout.fake_tgi import FakeTgi, fake_tgi
 from tests.tiny import save_tiny_model, tiny_tokenizer
 
@@ -112,6 +113,12 @@ def test_a_server_that_tokenizes_differently(folder: Path, prefill: bool) -> Non
             engine.generate(requests_with(1))
         with pytest.raises(ServerError, match=rf"to 2 tokens, the run to 1; .* \(\d+ instead of {a}\)"):
             engine_of(server, folder)
+
+
+def test_images_are_refused(server: FakeTgi, folder: Path) -> None:
+    request = GenerationRequest([9], SamplingParams(), images=ImageInputs({}, 9, (1,), (b"a" * 16,)))
+    with pytest.raises(ValueError, match=r"/generate takes no images; use vLLM or SGLang servers.*name=embedded"):
+        engine_of(server, folder).generate([request])
 
 
 def test_a_prompt_that_no_text_gives(server: FakeTgi, folder: Path) -> None:

@@ -11,8 +11,11 @@ from transformers import AutoModelForCausalLM
 from lockstep.config.actor_rollout_ref import RolloutConfig, has_cut_log_probs
 from lockstep.config.model import HFModelConfig
 from lockstep.engines.rollout import GenerationRequest, SamplingParams
+from lockstep.engines.rollout.sent_images import unexpanded
 from lockstep.engines.rollout.vllm import VllmEngine, engine_settings
+from lockstep.protocol.images import ImageInputs
 from tests.engines.rollout.rollout_cases import assert_same, embedded, naive_log_probs, transformers_greedy
+from tests.models.vision_families import save_tiny_vision
 from tests.tiny import save_tiny_model
 
 CPU, EOS = torch.device("cpu"), 2
@@ -214,3 +217,18 @@ def test_greedy_equals_embedded(engine: VllmEngine, folder: Path) -> None:
     model = load_causal_lm(HFModelConfig(path=str(folder)), "m", torch.float32, CPU)
     requests = requests_with(temperature=0.0)
     assert_same(engine.generate(requests), embedded(model, prompt_length=160, response_length=32).generate(requests))
+
+
+def test_prompts_with_images_have_one_placeholder_per_image() -> None:
+    """vLLM expands them, and gets the pictures."""
+    images = ImageInputs({}, 9, (3, 2), (b"a" * 16, b"b" * 16), (b"a", b"b"))
+    request = GenerationRequest([1, 9, 9, 9, 9, 9, 2, 4], SamplingParams(), images=images)
+    assert unexpanded(request) == [1, 9, 9, 2, 4]
+    assert unexpanded(request.after([7, 8])) == [1, 9, 9, 2, 4, 7, 8]
+    with pytest.raises(ValueError, match=r"more than placeholders for an image.*name=embedded"):
+        unexpanded(GenerationRequest([9, 9, 5, 9, 9, 9], SamplingParams(), images=images))
+
+
+def test_a_model_that_reads_images_has_its_tokenizer_in_vllm(folder: Path, tmp_path: Path) -> None:
+    assert settings_of(folder)["skip_tokenizer_init"]
+    assert not settings_of(save_tiny_vision(folder=tmp_path, name="qwen2_5_vl"))["skip_tokenizer_init"]

@@ -1,7 +1,6 @@
 """The Megatron engine on a GPU: kernels, mixed precision, offloading, and two ranks that share the device over gloo."""
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gpu(compute: torch.dtype = torch.float32, **settings: Any) -> Case:
     return Case(device="cuda", compute=compute, megatron=settings, micro=MicroBatching(num_rows=2))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 @pytest.mark.parametrize("settings", [{}, {"tensor_model_parallel_size": 2}], ids=str)

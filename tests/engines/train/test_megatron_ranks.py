@@ -1,7 +1,7 @@
 """The Megatron engine on several ranks: the same outputs, losses, gradient norms and weights as plain transformers alone."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -91,13 +91,6 @@ def save_family(folder: Path, family: str) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda family: save_family(tmp_path_factory.mktemp(family), family))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

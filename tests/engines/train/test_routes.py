@@ -1,6 +1,6 @@
 """Replayed experts and the load-balance loss in the training engine, against a naive gate in plain transformers."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,6 @@ SEVERAL = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_moe(tmp_path_factory.mktemp("moe"))
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    ranks = Ranks()
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="module")

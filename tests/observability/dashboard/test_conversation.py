@@ -1,5 +1,6 @@
 """The conversation panel: its answers, and the page in a browser."""
 
+import base64
 import json
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from lockstep.observability.dashboard.api.conversation import shown_pieces
 from lockstep.observability.dashboard.app import APIS, json_response
 from lockstep.observability.dashboard.request import ApiRequest
 from lockstep.observability.dashboard.runs import Runs
+from lockstep.observability.image_files import write_images
+from lockstep.protocol.images import ImageInputs
 from tests.observability.dashboard.conftest import OpenPage, Serve
 from tests.observability.dashboard.made_conversations import (
     CONTEXT,
@@ -37,6 +40,32 @@ def ask(run: Path, path: str, row: int = 0, **params: Any) -> Any:
         return json.loads(bytes(json_response(APIS[path](request)).body))
     except (ValueError, OSError) as error:
         return {"error": str(error)}
+
+
+def test_images_of_the_prompt_are_files_beside_the_dump(tmp_path: Path) -> None:
+    run = make_conversations(tmp_path / "run")
+    dump = run / "rollouts" / "1.jsonl"
+    picture = base64.b64decode(PIXEL)
+    inputs = ImageInputs({}, 7, (1, 1), (b"", b""), (picture, picture))
+    names = write_images(dump.parent, [inputs, None])
+    assert [len(row) for row in names] == [2, 0] and names[0][0] == names[0][1]
+    assert write_images(dump.parent, [inputs]) == names[:1]
+    assert [file.read_bytes() for file in (dump.parent / "images").iterdir()] == [picture]
+    rows = dump.read_bytes().splitlines()
+    images = [names[0][0], "images/../../secret.png", f"images/{'0' * 32}.png"]
+    rows[0] = json.dumps(json.loads(rows[0]) | {"images": images}).encode()
+    dump.write_bytes(b"\n".join(rows) + b"\n")
+    places = ask(run, "/api/conversation", TOOLS)["images"]
+    found = [ask(run, "/api/conversation/image", TOOLS, place=json.dumps(place)) for place in places]
+    assert found[0] == {"uri": f"data:image/png;base64,{PIXEL}"}
+    assert "not an embedded" in found[1]["error"] and "No such file" in found[2]["error"]
+    assert ask(run, "/api/conversation", HOSTILE)["images"] == []
+
+
+def test_no_more_images_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.observability.image_files.MOST_BYTES", 10)
+    rows = [ImageInputs({}, 7, (1,), (b"",), (bytes([number]) * 6,)) for number in range(2)]
+    assert [len(names) for names in write_images(tmp_path, rows)] == [1, 0]
 
 
 def test_turns_with_tool_calls_rewards_and_images(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,11 +28,23 @@ UNNAMED = """() => [...document.querySelectorAll("button, select, input, textare
 """Controls without a name for screen readers; the options of a select are not its name."""
 
 
+def look_at_every_panel(page: Any) -> None:
+    for title, drawn in PANELS.items():
+        page.get_by_role("navigation").get_by_role("link", name=title).click()
+        page.wait_for_selector(drawn, timeout=60_000)
+        assert page.evaluate(UNNAMED) == [], title
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), title
+    page.get_by_role("link", name="Rollouts").click()
+    page.locator("#rollouts .opener").first.click()
+    page.get_by_role("link", name="Open conversation").first.click()
+    page.wait_for_selector("#conversation .token", timeout=60_000)
+    assert page.evaluate(UNNAMED) == []
+    page.go_back()
+    page.wait_for_selector("#rollouts article", timeout=60_000)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("width, dark", [(1300, False), (380, True)])
-def test_every_panel_while_a_run_trains(
-    serve: Serve, open_page: OpenPage, tmp_path: Path, width: int, dark: bool
-) -> None:
+def test_every_panel_while_a_run_trains(serve: Serve, open_page: OpenPage, tmp_path: Path) -> None:
     demo = tmp_path / "demo"
     command = [
         sys.executable,
@@ -50,19 +63,9 @@ def test_every_panel_while_a_run_trains(
         while not (demo / "rollouts" / "2.jsonl").exists():
             assert training.poll() is None
             time.sleep(0.1)
-        page = open_page(serve(tmp_path), width, dark)
-        for title, drawn in PANELS.items():
-            page.get_by_role("navigation").get_by_role("link", name=title).click()
-            page.wait_for_selector(drawn, timeout=60_000)
-            assert page.evaluate(UNNAMED) == [], title
-            assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), title
-        page.get_by_role("link", name="Rollouts").click()
-        page.locator("#rollouts .opener").first.click()
-        page.get_by_role("link", name="Open conversation").first.click()
-        page.wait_for_selector("#conversation .token", timeout=60_000)
-        assert page.evaluate(UNNAMED) == []
-        page.go_back()
-        page.wait_for_selector("#rollouts article", timeout=60_000)
+        url = serve(tmp_path)
+        for width, dark in ((1300, False), (380, True)):
+            look_at_every_panel(open_page(url, width, dark))
         assert training.poll() is None
     finally:
         training.kill()

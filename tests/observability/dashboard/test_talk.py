@@ -23,6 +23,8 @@ from tests.observability.dashboard.made_runs import make_run
 from tests.observability.dashboard.test_app import get
 from tests.tiny import save_tiny_model
 
+pytestmark = pytest.mark.first
+
 HI = [{"role": "user", "content": "1+1?"}]
 
 

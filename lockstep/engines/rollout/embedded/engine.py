@@ -6,10 +6,10 @@ New requests join at the next step.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import nlargest
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.engines.rollout.embedded import sequence as sequences
+from lockstep.engines.rollout.embedded.answer_lengths import AnswerLengths
 from lockstep.engines.rollout.embedded.block_manager import BlockManager
+from lockstep.engines.rollout.embedded.drafter import Drafter
 from lockstep.engines.rollout.embedded.memory_limits import MemoryLimits
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import Scheduler
@@ -28,12 +30,14 @@ from lockstep.engines.rollout.rollout_engine import (
     longest_sequence,
     stop_tokens,
 )
+from lockstep.models.exact_models import check_exact
 from lockstep.models.split_weights import split_model, split_of
 from lockstep.models.tensor_group import tensor_group
 from lockstep.protocol.generation import Completion, GenerationRequest
 from lockstep.utils.progress import phase
 
 logger = logging.getLogger(__name__)
+_DRAFTS_KEY = "actor_rollout_ref.rollout.history_drafts.enable"
 
 
 class EmbeddedEngine(ModuleEngine):
@@ -64,7 +68,10 @@ class EmbeddedEngine(ModuleEngine):
             chunked=config.enable_chunked_prefill,
             share_prompts=config.enable_prefix_caching,
         )
+        self.answer_lengths = AnswerLengths()
+        self.scheduler.expected_length = lambda sequence: self.answer_lengths.expected(sequence.prompt_key)
         self.limits = MemoryLimits(self.scheduler)
+        self.drafter = Drafter(config.history_drafts, config.max_num_seqs) if config.history_drafts.enable else None
         self._model_is_checked = False
         self._logged_limits: set[str] = set()
         self._num_added = 0
@@ -79,9 +86,16 @@ class EmbeddedEngine(ModuleEngine):
             split_model(cast(PreTrainedModel, model), group)
         use_graphs = not self.config.enforce_eager and (group is None or group.fits_cuda_graphs)
         self.runner = ModelRunner(
-            model, self.config.kv_block_size, group, records_routes=self.config.enable_rollout_routing_replay
+            model,
+            self.config.kv_block_size,
+            group,
+            records_routes=self.config.enable_rollout_routing_replay,
+            quantization=self.config.quantization,
+            exact=self.config.exact,
         )
-        self.step_loop = StepLoop(self.runner, self.scheduler, self.limits, self.max_model_len, use_graphs)
+        self.step_loop = StepLoop(
+            self.runner, self.scheduler, self.limits, self.max_model_len, use_graphs, self.drafter
+        )
         self._model_is_checked = False
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
@@ -93,9 +107,29 @@ class EmbeddedEngine(ModuleEngine):
         assert not self.scheduler.has_unfinished, "sleep while requests are running"
         if self.runner is not None:
             self.limits.drop_cache(self.runner)
+            # CUDA graphs hold addresses: capturing them again costs more than the memory
+            has_graphs = self.runner.device.type == "cuda" and not self.config.enforce_eager
+            if self.runner.fp8 is not None and not has_graphs:
+                self.runner.fp8.free()
 
     def lowered_limits(self) -> dict[str, float]:
         return self.limits.metrics()
+
+    def draft_metrics(self) -> dict[str, float]:
+        return {} if self.drafter is None else self.drafter.take_metrics()
+
+    def saved_state(self) -> dict[str, Any]:
+        answers = {} if self.drafter is None else {"answers": self.drafter.history.state_dict()}
+        return {"answer_lengths": self.answer_lengths.state_dict()} | answers
+
+    def load_states(self, states: Iterable[dict[str, Any]]) -> None:
+        history = None if self.drafter is None else self.drafter.history
+        if history is not None:
+            history.clear()
+        for state in states:
+            self.answer_lengths.load_state_dict(state["answer_lengths"])  # those of the last remain
+            if history is not None and "answers" in state:
+                history.add_state(state["answers"])
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -106,20 +140,29 @@ class EmbeddedEngine(ModuleEngine):
         try:
             with runner.serving():
                 self._check_model()
-                yield
+                if self.drafter is not None:
+                    self.drafter.begin_serving()
+                with runner.quantized():
+                    yield
         finally:
+            if self.drafter is not None:
+                self.drafter.end_serving()
             self._busy = False
             self._sequences.clear()
             self._arrived.clear()
             self.scheduler.abort()
             step_loop.reset()
+            runner.images.forget()
 
     def add(self, request_id: int, request: GenerationRequest) -> None:
         self._num_added += 1
         stop_ids = stop_tokens(request.sampling, self.eos_token_ids)
         sequence = sequences.Sequence(self._num_added, request_id, request, stop_ids, self.policy_version)
+        sequence.images = self._bound[0].images.find(request)
         self._sequences[request_id] = sequence
         self._arrived.append(sequence)
+        if self.drafter is not None and self._model_is_checked:
+            self.drafter.follow(sequence)
 
     def step(self) -> dict[int, Completion]:
         if self._arrived:
@@ -128,6 +171,8 @@ class EmbeddedEngine(ModuleEngine):
         finished = self._bound[1].step()
         for sequence in finished:
             del self._sequences[sequence.request_id]
+            if self._model_is_checked and not sequence.request.sampling.ignore_eos:
+                self.answer_lengths.add(sequence.prompt_key, sequence.num_generated)
         return {sequence.request_id: sequence.completion() for sequence in finished}
 
     def unfinished(self) -> list[int]:
@@ -149,6 +194,8 @@ class EmbeddedEngine(ModuleEngine):
         else:
             self._bound[1].finished.remove(sequence)
         sequence.stop_reason = sequence.stop_reason or "abort"
+        if self.drafter is not None:
+            self.drafter.end(sequence)
 
     @property
     def blocks(self) -> BlockManager:
@@ -170,6 +217,10 @@ class EmbeddedEngine(ModuleEngine):
             return
         runner = self._bound[0]
         model = runner.model
+        if self.drafter is not None and runner.layer_states():
+            raise ValueError(
+                f"{_DRAFTS_KEY}=true: {type(model).__name__} has recurrent states, which rejected drafts would change; set false"
+            )
         self.limits.has_whole_prompts = runner.has_whole_prompts
         if not self.limits.has_lowered_tokens:
             self.scheduler.chunked = self.config.enable_chunked_prefill and not runner.has_whole_prompts
@@ -177,6 +228,8 @@ class EmbeddedEngine(ModuleEngine):
         max_length = self.max_model_len
         if self.num_blocks is not None:
             max_length = min(max_length, self.num_blocks * block_size)
+        if self.config.exact:
+            check_exact(model)
         path = "the embedded rollout"
         advice = "Use actor_rollout_ref.rollout.name=hf for this model."
         with phase("check the model"):

@@ -5,7 +5,7 @@ uses later.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, cast
@@ -15,16 +15,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape, PagedCache, RouteShape
+from lockstep.engines.rollout.embedded.prompt_images import ImageChunk, ImagePrompts
 from lockstep.engines.rollout.embedded.state_slots import LayerStates, bytes_per_slot
 from lockstep.engines.rollout.rollout_engine import evaluation_mode, shortage_of
 from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
+from lockstep.kernels.exact import exact_mode
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
 from lockstep.models.decoder import decoder_of
+from lockstep.models.eight_bit import Fp8Weights
 from lockstep.models.known_models import why_own_forward
 from lockstep.models.log_probs import vocabulary_head
+from lockstep.models.placeholders import placeholder_ids
 from lockstep.models.router_replay import Routing
 from lockstep.models.split_weights import split_of
 from lockstep.models.tensor_group import TensorGroup
+from lockstep.models.vision import embed_images
 from lockstep.utils.device import free_memory
 from lockstep.utils.host import prepare_cpu_for
 
@@ -37,6 +42,9 @@ class ModelRunner:
     """
     routes:        (T, layers, experts per token) the experts of the last forward's tokens, if they are recorded.
     tensor_group:  ranks that hold the model together, which take the same steps; None if this one has all of it.
+    exact:         whether a row's result must not depend on other rows (`kernels/exact.py`).
+    images:        prompts with images; placeholders: tokens that are never sampled, as a tensor; None if there are none.
+    fp8:           the weights that decode instead of the model's own inside `quantized`, if they are in 8 bits.
     num_moves:     on CUDA, how often parameters or buffers of a rank had moved when `serving` began, or states: CUDA graphs are
                    captured again then.
     """
@@ -48,12 +56,17 @@ class ModelRunner:
         tensor_group: TensorGroup | None = None,
         *,
         records_routes: bool = False,
+        quantization: str | None = None,
+        exact: bool = False,
     ) -> None:
         check_config(model)
+        self.exact = exact
         self.model: Any = model
         self.tensor_group = tensor_group
         self.block_size = block_size
         self.cache: PagedCache | None = None
+        self.fp8 = None if quantization is None else Fp8Weights(model)
+        self._fp8_addresses: tuple[int, ...] = ()
         self._routing = Routing(model, _RECORD_KEY) if records_routes else None
         self.routes: Tensor | None = None
         self.num_moves = 0
@@ -64,6 +77,14 @@ class ModelRunner:
         self._probe: LayerProbe | None = None
         self._cache_addresses: Tensor | None = None
         self._mask: Tensor | None = None
+        self._placeholders: Tensor | None = None
+        self.images = ImagePrompts(model)
+
+    @property
+    def placeholders(self) -> Tensor | None:
+        if self._placeholders is None or self._placeholders.device != self.device:
+            self._placeholders = torch.tensor(placeholder_ids(self.model.config), device=self.device)
+        return self._placeholders if len(self._placeholders) else None
 
     @property
     def records_routes(self) -> bool:
@@ -85,6 +106,18 @@ class ModelRunner:
         with evaluation_mode(self.model):
             yield
 
+    @contextmanager
+    def quantized(self) -> Iterator[None]:
+        """Inside `serving`: the present weights in 8 bits compute, if the run is quantised."""
+        if self.fp8 is None:
+            yield
+            return
+        with self.fp8.serving():
+            addresses = self.fp8.addresses()
+            self.num_moves += addresses != self._fp8_addresses  # the first time, graphs are of the model check
+            self._fp8_addresses = addresses
+            yield
+
     def _note_moves(self) -> None:
         tensors = chain(self.model.parameters(), self.model.buffers())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
@@ -95,7 +128,8 @@ class ModelRunner:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states (N, E) -> float32 logits (N, V)."""
-        own: Tensor = self._head(hidden)
+        with exact_mode(self.exact):
+            own: Tensor = self._head(hidden)
         if self.tensor_group is None:
             return own
         return self.tensor_group.gather(own).transpose(0, 1).flatten(1)[:, : self._vocab_size].contiguous()
@@ -154,8 +188,12 @@ class ModelRunner:
         if self.device.type == "cuda":
             tensors = chain(self.model.parameters(), self.model.buffers())
             weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            free = free_memory(self.device)
+            if self.fp8 is not None:
+                weights += self.fp8.num_bytes
+                free -= 0 if self.fp8.is_allocated else self.fp8.num_bytes
             total = self._least(torch.cuda.mem_get_info(self.device)[1])
-            return kv_cache_bytes(utilization, total, self._least(free_memory(self.device)), weights)
+            return kv_cache_bytes(utilization, total, self._least(free), weights)
         return self._least(int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * utilization))
 
     @property
@@ -206,8 +244,18 @@ class ModelRunner:
             self._cache_addresses = torch.zeros(num_layers, 2, dtype=torch.int64, device=self.device)
         return self._cache_addresses
 
-    def forward(self, token_ids: Tensor, position_ids: Tensor, context: AttentionContext) -> Tensor:
-        """(1, T) tokens -> (T, E) hidden states."""
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        context: AttentionContext,
+        images: Sequence[ImageChunk] = (),
+    ) -> Tensor:
+        """(1, T) tokens -> (T, E) hidden states. images: those whose placeholders are among the tokens, in their order."""
+        inputs: dict[str, Any] = {"input_ids": token_ids}
+        if images:
+            features, token_id = self.images.features(images), images[0][0].images.token_id
+            inputs = embed_images(self.model, token_ids, features, token_id)
         if self._mask is None or self._mask.device != self.device:
             self._mask = no_mask(self.device)
         mask: Any = self._mask
@@ -215,13 +263,14 @@ class ModelRunner:
         if self._routing is not None:
             self._routing.begin()
         try:
-            output = decoder_of(self.model)(
-                input_ids=token_ids,
-                position_ids=position_ids,
-                attention_mask=mask,
-                use_cache=False,
-                lockstep_context=context,
-            )
+            with exact_mode(self.exact):
+                output = decoder_of(self.model)(
+                    **inputs,
+                    position_ids=position_ids,
+                    attention_mask=mask,
+                    use_cache=False,
+                    lockstep_context=context,
+                )
         finally:
             mask.lockstep_context = None  # it refers to the cache
         if self._routing is not None:

@@ -16,14 +16,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.engines.rollout.embedded.state_slots import LayerStates, PrefillStates, StateShape, StateSlots
-from lockstep.models.attention import LayerOptions, PackedAttention, additive_mask, eager_attention
+from lockstep.kernels.exact import is_exact
+from lockstep.models.attention import PackedAttention, additive_mask, eager_attention
+from lockstep.models.exact_attention import exact_attention
+from lockstep.models.latent_attention import LatentKeys
+from lockstep.models.layer_options import LayerOptions
 from lockstep.models.state_rows import RowStates, StateCore, StateName
 from lockstep.utils.device import to_device
+
+MAX_MASK = 1 << 28
+"""Most entries of the mask of `CachedRows`, 512 MiB in half precision: longer chunks of a prompt attend in parts."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer caches per token, and how it attends."""
+    """What one attention layer caches per token, and how it attends.
+
+    value_dim: 0 if the keys are the values too (`LatentKeys`).
+    """
 
     num_heads: int
     key_dim: int
@@ -68,6 +78,10 @@ class LayerProbe:
         self.layers[index] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1], key.dtype, window, is_indexed)
         groups = query.shape[1] // key.shape[1]
         return value.repeat_interleave(groups, 1).transpose(1, 2)  # only the shape matters
+
+    def attend_latent(self, layer: nn.Module, query: Tensor, keys: LatentKeys, options: LayerOptions) -> Tensor:
+        self.attend(layer, keys.absorb(query), *keys.join(options.index), options)
+        return keys.expand()[1].transpose(1, 2)
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
         states = RowStates()
@@ -181,6 +195,11 @@ def blocks_of_heads(table: Tensor, num_heads: int) -> Tensor:
     return (table[:, None] * num_heads + heads[:, None]).flatten()
 
 
+def rows_of_heads(store: Tensor, blocks: Tensor, num_rows: int, num_heads: int) -> Tensor:
+    """A layer's cache tensor and `blocks_of_heads` -> (N, HK, L, D)."""
+    return store.index_select(0, blocks).unflatten(0, (num_rows, num_heads, -1)).flatten(2, 3)
+
+
 def slots_of_heads(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
     """Cache slots (T,) -> flat (T, HK): their rows in a layer's cache tensor viewed as (num_blocks * HK * block_size, D)."""
     heads = torch.arange(num_heads, device=slots.device)
@@ -211,38 +230,60 @@ class CachedRows:
         if num_heads not in self._gather_rows:
             self._gather_rows[num_heads] = blocks_of_heads(self.table, num_heads)
         gathered = self._gather_rows[num_heads]
-        k, v = (t.index_select(0, gathered).view(num_rows, num_heads, -1, t.shape[-1]) for t in (keys, values))
+        k, v = (rows_of_heads(t, gathered, num_rows, num_heads) for t in (keys, values))
         unpicked = None
         if options.index is not None:
             index = options.index.tokens(slice(self.first, self.first + self.num_tokens)).rows(num_rows)
             k, scored = index.split_keys(k, query.shape[-1])
             unpicked = index.hide_others(scored, self._hidden(k.shape[2], options))
         q = query[:, self.first : self.first + self.num_tokens].transpose(0, 1).unflatten(0, (num_rows, length_q))
-        if options.softcap is None and options.sinks is None:
-            # the G query heads of a key head become G more queries, so that keys are not repeated
-            q = q.unflatten(2, (num_heads, groups)).transpose(1, 2).flatten(2, 3)  # (N, HK, Q * G, D)
-            mask = self._mask(k.shape[2], groups, options, query.dtype, unpicked)
-            out = F.scaled_dot_product_attention(q, k, v, mask, scale=options.scaling)
-            out = out.unflatten(2, (length_q, groups)).transpose(1, 2)  # (N, Q, HK, G, D)
+        if v.shape[-1] == 0:  # latents
+            v = k
+        if is_exact():
+            out = exact_attention(q.transpose(1, 2), k, v, self.positions, options).transpose(1, 2)
+        elif options.softcap is None and options.sinks is None:
+            if v is k and length_q > 1:  # a view for each head: G times the queries would need G times the mask
+                k = v = k.expand(-1, groups, -1, -1)
+                num_heads, groups = groups, 1
+            most = max(1, MAX_MASK // (num_rows * groups * k.shape[2]))
+            outputs = []
+            for start in range(0, length_q, most):
+                part = slice(start, min(start + most, length_q))
+                # the G query heads of a key head become G more queries, so that keys are not repeated
+                part_q = q[:, part].unflatten(2, (num_heads, groups)).transpose(1, 2).flatten(2, 3)  # (N, HK, Q * G, D)
+                mask = self._mask(part, k.shape[2], groups, options, query.dtype, unpicked)
+                part_out = F.scaled_dot_product_attention(part_q, k, v, mask, scale=options.scaling)
+                outputs.append(part_out.unflatten(2, (-1, groups)).transpose(1, 2))  # (N, Q, HK, G, D)
+            out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         else:
             out = eager_attention(q.transpose(1, 2), k, v, self.positions, options, unpicked).transpose(1, 2)
         return out.reshape(self.num_tokens, num_heads * groups, -1)
 
     def _mask(
-        self, length: int, groups: int, options: LayerOptions, dtype: torch.dtype, unpicked: Tensor | None
+        self,
+        part: slice,
+        length: int,
+        groups: int,
+        options: LayerOptions,
+        dtype: torch.dtype,
+        unpicked: Tensor | None,
     ) -> Tensor:
-        """(N, 1, Q * G, L): 0 if the query sees the token, else -inf."""
+        """(N, 1, Q * G, L) of some queries: 0 if the query sees the token, else -inf. That of all is kept for other layers."""
         if unpicked is not None:
-            return additive_mask(unpicked.repeat_interleave(groups, 1), dtype)[:, None]
+            return additive_mask(unpicked[:, part].repeat_interleave(groups, 1), dtype)[:, None]
         which = (groups, options.extent)
-        if which not in self._masks:
-            hidden = self._hidden(length, options).repeat_interleave(groups, 1)
-            self._masks[which] = additive_mask(hidden, dtype)[:, None]
-        return self._masks[which]
+        if which in self._masks:
+            return self._masks[which]
+        hidden = self._hidden(length, options, part).repeat_interleave(groups, 1)
+        mask = additive_mask(hidden, dtype)[:, None]
+        if part == slice(0, self.positions.shape[1]):
+            self._masks[which] = mask
+        return mask
 
-    def _hidden(self, length: int, options: LayerOptions) -> Tensor:
+    def _hidden(self, length: int, options: LayerOptions, part: slice = slice(None)) -> Tensor:
         """(N, Q, L): whether the query may not see the token."""
-        hidden: Tensor = options.hides(self.positions[:, :, None], torch.arange(length, device=self.table.device))
+        keys = torch.arange(length, device=self.table.device)
+        hidden: Tensor = options.hides(self.positions[:, part, None], keys)
         return hidden
 
 
@@ -272,17 +313,38 @@ class PagedAttention:
         self._head_slots: dict[int, Tensor] = {}
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        outputs = self._attend_cached(layer, query, key, value, options)
+        if self.fresh is not None:
+            q, k, v = (t[:, :, self.num_cached :] for t in (query, key, value))
+            outputs.append(self.fresh.attend(layer, q, k, v, self._of_fresh(options))[0])
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+    def attend_latent(self, layer: nn.Module, query: Tensor, keys: LatentKeys, options: LayerOptions) -> Tensor:
+        absorbed = keys.absorb(query[:, :, : self.num_cached])
+        outputs = self._attend_cached(layer, absorbed, *keys.join(options.index), options)
+        outputs = [keys.project(torch.cat(outputs)[None])[0]] if outputs else []
+        if self.fresh is not None:
+            k, v = keys.from_token(self.num_cached).expand()
+            options = self._of_fresh(options)
+            if options.index is not None:
+                k = options.index.join_keys(k)
+            outputs.append(self.fresh.attend(layer, query[:, :, self.num_cached :], k, v, options)[0])
+        return torch.cat(outputs)[None]
+
+    def _attend_cached(
+        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions
+    ) -> list[Tensor]:
+        """Write the keys and values of all tokens to the cache -> outputs (N * Q, H, D) of the cached rows."""
         index: int = layer.layer_idx  # type: ignore[assignment]
         keys, values = self.cache.keys[index], self.cache.values[index]
         self._write(keys, key)
         self._write(values, value)
-        outputs = [rows.attend(query[0], keys, values, key.shape[1], options) for rows in self.cached]
-        if self.fresh is not None:
-            q, k, v = (t[:, :, self.num_cached :] for t in (query, key, value))
-            if options.index is not None:
-                options = replace(options, index=options.index.tokens(slice(self.num_cached, None)))
-            outputs.append(self.fresh.attend(layer, q, k, v, options)[0])
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+        return [rows.attend(query[0], keys, values, key.shape[1], options) for rows in self.cached]
+
+    def _of_fresh(self, options: LayerOptions) -> LayerOptions:
+        if options.index is None:
+            return options
+        return replace(options, index=options.index.tokens(slice(self.num_cached, None)))
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
         assert self.states is not None
@@ -299,4 +361,4 @@ class PagedAttention:
         if num_heads not in self._head_slots:
             self._head_slots[num_heads] = slots_of_heads(self.slots, num_heads, self.cache.block_size)
         tokens = new[0].transpose(0, 1).flatten(0, 1)
-        store.view(-1, store.shape[-1]).index_copy_(0, self._head_slots[num_heads], tokens)
+        store.flatten(0, 1).index_copy_(0, self._head_slots[num_heads], tokens)

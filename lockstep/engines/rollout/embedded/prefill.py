@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engines.rollout.embedded.paged_attention import CachedRows, PagedAttention, PagedCache
+from lockstep.engines.rollout.embedded.prompt_images import ImageChunk
 from lockstep.engines.rollout.embedded.scheduler import PrefillRow
 from lockstep.engines.rollout.embedded.state_slots import PrefillStates, RowGroup, StateSlots
 from lockstep.utils.device import to_device
@@ -15,16 +16,18 @@ from lockstep.utils.device import to_device
 class PrefillInputs:
     """The inputs of one forward pass.
 
-    token_ids, position_ids: (1, T).
+    token_ids, position_ids: (1, T); positions (3, 1, T) if images give some of them.
     attention:               what each token attends to.
     samplers:                the N sequences that sample in this step.
     last_token_index:        (N,) the token in 0..T whose logits each of them samples from.
+    rows:                    in the order of their tokens.
+    images:                  in the order of the tokens: images, and which of their features (start, stop) are among these tokens.
     """
 
     def __init__(self, rows: list[PrefillRow], cache: PagedCache) -> None:
         size = cache.block_size
         device = cache.device
-        rows = sorted(rows, key=lambda row: (row.start == 0, _shape(row)))  # as `PagedAttention` expects
+        rows = self.rows = sorted(rows, key=lambda row: (row.start == 0, _shape(row)))  # as `PagedAttention` expects
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -32,11 +35,15 @@ class PrefillInputs:
         for row in rows:
             blocks = row.sequence.blocks
             new = range(row.start, row.stop)
-            tokens += row.sequence.tokens[row.start : row.stop]
+            tokens += row.tokens
             positions += new
             slots += [blocks[p // size] * size + p % size for p in new]
             last += [len(tokens) - 1] * len(row.samplers)
         self.token_ids, self.position_ids = _upload([tokens], device), _upload([positions], device)
+        if any(row.sequence.images is not None and row.sequence.images.positions is not None for row in rows):
+            rotary = np.concatenate([_rotary(row) for row in rows], 1)[:, None]
+            self.position_ids = to_device(torch.from_numpy(rotary), device)
+        self.images = [chunk for row in rows if (chunk := _image_chunk(row)) is not None]
         self.samplers = [s for row in rows for s in row.samplers]
         self.last_token_index = _upload(last, device)
         fresh = [row.stop - row.start for row in rows if row.start == 0]
@@ -48,6 +55,19 @@ class PrefillInputs:
 def _shape(row: PrefillRow) -> tuple[int, int]:
     """Rows of one shape attend in one call: as many new tokens, and block tables padded by less than a factor of 2."""
     return row.stop - row.start, len(row.sequence.blocks).bit_length()
+
+
+def _rotary(row: PrefillRow) -> np.ndarray:
+    """(3, tokens of the row)."""
+    if row.sequence.images is not None:
+        return row.sequence.images.rotary(row.start, row.stop)
+    return np.broadcast_to(np.arange(row.start, row.stop), (3, row.stop - row.start))
+
+
+def _image_chunk(row: PrefillRow) -> ImageChunk | None:
+    images = row.sequence.images
+    start, stop = (0, 0) if images is None else images.feature_range(row.start, row.stop)
+    return None if images is None or start == stop else (images, start, stop)
 
 
 def _cached_rows(rows: list[PrefillRow], device: torch.device) -> list[CachedRows]:

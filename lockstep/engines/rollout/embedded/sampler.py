@@ -1,7 +1,7 @@
 """Logits to tokens and log-probs, with each row's own sampling parameters and random number.
 
     logits ─► / temperature ─► log-prob of the full distribution
-                  └─► min-p, top-k, top-p ─► inverse CDF at uniform(seed, position) ─► token
+                  └─► without excluded tokens ─► min-p, top-k, top-p ─► inverse CDF at uniform(seed, position) ─► token
 
 A row's token depends only on its logits, seed and position: not on other rows or on earlier samples.
 Legend: _N rows, _V vocabulary, _K the likeliest tokens, most likely first.
@@ -26,15 +26,17 @@ class SamplingBatch:
     temperatures_N: None if all are 1.
     greedy_N:       rows that take the likeliest token; num_greedy of them.
     filtered:       indices of the rows with min-p, top-k or top-p.
+    excluded:       tokens that are never sampled; None if there are none.
     """
 
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device, excluded: Tensor | None = None) -> None:
         temperatures = [1.0 if p.greedy else p.temperature for p in params]
         self.params = params
         self.temperatures_N = torch.tensor(temperatures, device=device) if set(temperatures) != {1.0} else None
         self.greedy_N = torch.tensor([p.greedy for p in params], device=device)
         self.num_greedy = sum(p.greedy for p in params)
         self.filtered = [i for i, p in enumerate(params) if p.filtered]
+        self.excluded = excluded
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,14 @@ def sample(logits_NV: Tensor, batch: SamplingBatch, uniform_N: Tensor) -> tuple[
     if batch.temperatures_N is not None:
         scaled_NV = scaled_NV / batch.temperatures_N[:, None]
     log_probs_NV = scaled_NV.log_softmax(-1)
+    if batch.excluded is not None:
+        scaled_NV = scaled_NV.index_fill(1, batch.excluded, float("-inf"))
     if batch.num_greedy == len(batch.params):
         tokens_N = scaled_NV.max(-1).indices  # on a CPU faster than argmax
     else:
         weights_NV = log_probs_NV.exp()
+        if batch.excluded is not None:
+            weights_NV.index_fill_(1, batch.excluded, 0.0)
         if batch.filtered:
             rows = torch.tensor(batch.filtered, device=logits_NV.device)
             weights_NV[rows] *= keep_mask(scaled_NV[rows], [batch.params[i] for i in batch.filtered])

@@ -9,20 +9,25 @@ A prefill step computes prompts, or chunks of prompts, within a budget of tokens
 several steps of one token for every decoding sequence. If blocks run out, the youngest sequence is preempted: it frees its
 blocks and is prefilled again later, with the tokens it has generated.
 
-Equal prompts are computed once. The first sequence with a prompt (the leader) computes it while the others wait; then they
-share its blocks, and those admitted in the same step sample their first token from the same logits.
+Waiting sequences start longest first, by the expected length of their answer, so that no long answer is left to decode alone at the
+end; first in, first out among equals and if nothing is expected. Preempted sequences start before all others. Those that arrive
+after the first of a round has started belong to the next round, so no sequence waits forever.
+
+Prompts with equal tokens and equal images are computed once. The first sequence with a prompt (the leader) computes it while the
+others wait; then they share its blocks, and those admitted in the same step sample their first token from the same logits.
 
 If the model has states, a running sequence has a slot for its own. A sequence that is admitted in the step that completes its
 prompt gets a copy of the leader's state. Later ones compute the prompt again: the leader's state has moved on.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
 from lockstep.engines.rollout.embedded.block_manager import BlockManager
 from lockstep.engines.rollout.embedded.sequence import Sequence
+from lockstep.protocol.images import content_ids
 
 
 @dataclass(eq=False)
@@ -30,12 +35,18 @@ class PrefillRow:
     """Tokens start..stop of one sequence.
 
     samplers: sequences that sample their next token from the logits of the last of these tokens.
+    draft:    tokens after those that the sequence has; the last of start..stop.
     """
 
     sequence: Sequence
     start: int
     stop: int
     samplers: list[Sequence] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sequence.tokens[self.start : self.stop] + self.draft
 
 
 @dataclass
@@ -55,14 +66,16 @@ class PrefillStep:
 
 @dataclass
 class DecodeWindow:
-    """Several decode steps.
+    """Several decode steps, or one with draft tokens.
 
     rows:   each sequence with the most tokens that it samples.
     copies: (source, target) blocks to copy before the first step.
+    drafts: draft tokens by the sequence's index; none for a window of plain steps.
     """
 
     rows: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    drafts: Mapping[int, list[int]] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -70,11 +83,14 @@ class DecodeWindow:
 
     def truncate(self, num_steps: int) -> None:
         """Undo the steps after `num_steps`; the sequences keep the blocks."""
-        for sequence, count in self.rows:
-            undone = max(0, count - num_steps)
-            sequence.num_computed -= undone
-            sequence.num_unread -= undone
-        self.rows = [(sequence, min(count, num_steps)) for sequence, count in self.rows]
+        self.keep([min(count, num_steps) for _, count in self.rows])
+
+    def keep(self, counts: list[int]) -> None:
+        """Undo all but the first tokens of each row; the sequences keep the blocks."""
+        for (sequence, count), kept in zip(self.rows, counts, strict=True):
+            sequence.num_computed -= count - kept
+            sequence.num_unread -= count - kept
+        self.rows = [(sequence, kept) for (sequence, _), kept in zip(self.rows, counts)]
 
 
 class Scheduler:
@@ -86,6 +102,7 @@ class Scheduler:
 
     drain: reads all outputs still on the device and returns whether there were any. Called before a sequence is preempted.
     on_release: called before the blocks of a sequence are freed, because it ends or is preempted.
+    expected_length: tokens that a waiting sequence is expected to generate; equal for all if nothing is known.
     """
 
     def __init__(
@@ -98,8 +115,10 @@ class Scheduler:
         self.share_prompts = share_prompts
         self.drain: Callable[[], bool] = lambda: False
         self.on_release: Callable[[Sequence], None] = lambda sequence: None
+        self.expected_length: Callable[[Sequence], float] = lambda sequence: 0.0
         self.running: list[Sequence] = []  # in order of admission
-        self._waiting: dict[int, Sequence] = {}  # by index; first in, first out, preempted ones first
+        self._waiting: dict[int, Sequence] = {}  # by index; preempted ones first, then in order of arrival
+        self._round_end = -1  # index of the last sequence of the round
         self._num_waiting: Counter[int] = Counter()  # by prompt_id
         self._prompt_ids: dict[tuple[int, ...], int] = {}
         # By prompt_id: the sequence that computes the prompt; blocks of computed prompts for which others wait;
@@ -125,7 +144,9 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         if self.share_prompts:
-            key = tuple(sequence.request.prompt_ids)
+            request = sequence.request
+            ids = request.prompt_ids if request.images is None else content_ids(request.prompt_ids, request.images)
+            key = tuple(ids)
             sequence.prompt_id = self._prompt_ids.setdefault(key, len(self._prompt_ids))
         self._waiting[sequence.index] = sequence
         self._num_waiting[sequence.prompt_id] += 1
@@ -170,12 +191,26 @@ class Scheduler:
         enough = max(1, self.max_running // 8)
         return can_start > 0 and (can_start >= min(len(self._waiting), enough) or not self.running)
 
-    def schedule_decode(self, num_steps: int) -> DecodeWindow:
-        """Up to `num_steps` steps for every decoding sequence, with their blocks allocated."""
+    def decodable(self) -> list[Sequence]:
+        return [s for s in self.running if s.is_decoding and s.num_left > 0]
+
+    def schedule_decode(self, num_steps: int, drafts: Mapping[int, list[int]] | None = None) -> DecodeWindow:
+        """Up to `num_steps` steps for every decoding sequence, with their blocks allocated.
+
+        drafts: draft tokens by the sequence's index, if nothing is in flight. If their blocks are free, there is one step, which
+                computes them too.
+        """
+        if drafts:
+            rows = [(s, 1 + len(drafts.get(s.index, ()))) for s in self.decodable()]
+            if sum(self._num_needed(s, count) for s, count in rows) <= self.blocks.num_free:
+                return self._window(rows, drafts)
         rows = self._decodable(num_steps)
         if sum(self._num_needed(s, count) for s, count in rows) > self.blocks.num_free and self.drain():
             rows = self._decodable(num_steps)  # draining may finish sequences
-        window = DecodeWindow()
+        return self._window(rows, {})
+
+    def _window(self, rows: list[tuple[Sequence, int]], drafts: Mapping[int, list[int]]) -> DecodeWindow:
+        window = DecodeWindow(drafts=drafts)
         for sequence, count in rows:
             if not sequence.blocks or not self._make_room(sequence, count):
                 break  # preempted, like all that follow
@@ -216,7 +251,7 @@ class Scheduler:
             self._preempt(sequence)
 
     def _decodable(self, num_steps: int) -> list[tuple[Sequence, int]]:
-        return [(s, min(num_steps, s.num_left)) for s in self.running if s.is_decoding and s.num_left > 0]
+        return [(s, min(num_steps, s.num_left)) for s in self.decodable()]
 
     def _num_needed(self, sequence: Sequence, count: int) -> int:
         start = sequence.num_computed
@@ -251,7 +286,9 @@ class Scheduler:
 
     def _admit(self, step: PrefillStep, budget: int) -> None:
         """Start waiting sequences in order, within the limits on sequences, tokens and blocks."""
-        for sequence in list(self._waiting.values()):
+        if len(self.running) >= self.max_running or budget <= 0:
+            return
+        for sequence in self._longest_first():
             if len(self.running) >= self.max_running or budget <= 0:
                 return
             prompt_id = sequence.prompt_id
@@ -275,6 +312,15 @@ class Scheduler:
                 self._leaders[prompt_id] = sequence
             budget -= length
             self._share_prompt(step, self._add_row(step, sequence, length))
+
+    def _longest_first(self) -> list[Sequence]:
+        """The waiting sequences in the order in which they start."""
+        waiting = list(self._waiting.values())
+        if all(s.index > self._round_end for s in waiting):
+            self._round_end = max((s.index for s in waiting), default=-1)
+        return sorted(
+            waiting, key=lambda s: (s.num_preempted == 0, s.index > self._round_end, -self.expected_length(s))
+        )
 
     def _start(self, sequence: Sequence) -> None:
         self._leave_queue(sequence)

@@ -1,9 +1,12 @@
 """One request and its state in the engine."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
+from lockstep.engines.rollout.embedded.history import prompt_key
+from lockstep.engines.rollout.embedded.prompt_images import PromptImages
 from lockstep.protocol.generation import Completion, GenerationRequest, StopReason
 
 
@@ -20,6 +23,7 @@ class Sequence:
     blocks:       block table.
     state_slot:   where its state is, from its start until it ends or is preempted; None for a model without states.
     routes:       those of `Completion`, of tokens whose blocks were freed.
+    images:       those of the prompt.
     """
 
     index: int
@@ -37,9 +41,15 @@ class Sequence:
     stop_reason: StopReason | None = None
     num_preempted: int = 0
     routes: np.ndarray | None = None
+    images: PromptImages | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
+
+    @cached_property
+    def prompt_key(self) -> bytes:
+        """By which earlier answers to the prompt are known."""
+        return prompt_key(self.request)
 
     @property
     def num_prompt(self) -> int:
@@ -48,6 +58,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.log_probs)
+
+    @property
+    def rope_delta(self) -> int:
+        """Rotary position of a generated token, minus its place in the sequence."""
+        return 0 if self.images is None else self.images.rope_delta
 
     @property
     def max_cached(self) -> int:

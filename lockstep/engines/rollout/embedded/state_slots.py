@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.models.state_rows import PackedCore, RowBounds, RowStates, StateCore, StateName
+from lockstep.models.state_rows import InPlaceCore, PackedCore, RowBounds, RowStates, StateCore, StateName
 from lockstep.utils.device import to_device
 
 
@@ -175,6 +175,8 @@ class DecodeStates:
 
     def mix(self, layer_idx: int, core: StateCore, x: Tensor) -> Tensor:
         """x (1, T, C) -> (1, T, C')."""
+        if isinstance(core, InPlaceCore):
+            return core.step_in_place(x.transpose(0, 1), self.store.tensors[layer_idx], self.slots).transpose(0, 1)
         states = self.store.read(layer_idx, self.slots)
         out = core(x.transpose(0, 1), states).transpose(0, 1)
         self.store.write(layer_idx, self.slots, states)

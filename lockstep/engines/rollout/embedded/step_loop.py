@@ -10,14 +10,17 @@ schedules the next launch while the device still runs the previous one.
 A launch for which memory does not suffice is taken back, and a limit is lowered (`memory_limits.py`).
 """
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Callable, Mapping, Sequence as Rows
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.engines.rollout.embedded.cpu.decoder import CpuDecoder
+from lockstep.engines.rollout.embedded.drafter import Drafter
 from lockstep.engines.rollout.embedded.memory_limits import MemoryLimits
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.prefill import PrefillInputs
@@ -26,6 +29,10 @@ from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, PrefillSte
 from lockstep.engines.rollout.embedded.sequence import Sequence
 from lockstep.engines.rollout.rollout_engine import shortage_of
 from lockstep.protocol.generation import first_routes
+
+now = time.perf_counter
+STEPS_BETWEEN_SEARCHES = 8
+"""Plain steps of a window for which no drafts were found although they would pay."""
 
 
 class Decoder(Protocol):
@@ -43,6 +50,9 @@ class Decoder(Protocol):
     def run(self, window: DecodeWindow) -> SampledTokens:
         """The steps of the window, or fewer. May reorder `window.rows`."""
 
+    def run_drafts(self, window: DecodeWindow) -> tuple[SampledTokens, list[int]]:
+        """The step of a window with drafts, and how many tokens each row keeps. Reorders `window.rows`."""
+
     def reset(self) -> None:
         """Drop all sequences."""
 
@@ -53,8 +63,20 @@ class Decoder(Protocol):
         """Do without what takes memory for speed from now on; False if there is no such thing."""
 
 
+@dataclass(frozen=True)
+class Launch:
+    """rows: each sequence with the most tokens that it samples. num_steps: 0 for a prefill. started: by the clock of `now`."""
+
+    rows: list[tuple[Sequence, int]]
+    sampled: SampledTokens
+    num_steps: int
+    drafts: Mapping[int, list[int]]
+    started: float
+
+
 class StepLoop:
     """
+    drafter:            makes the drafts of decode steps; None if there are none.
     num_prefill_tokens: computed so far in prefill steps.
     finished:           sequences found finished that `step` has not returned yet.
     """
@@ -66,7 +88,9 @@ class StepLoop:
         limits: MemoryLimits,
         max_model_len: int,
         use_graphs: bool,
+        drafter: Drafter | None = None,
     ) -> None:
+        self.drafter = drafter
         self.runner = runner
         self.scheduler = scheduler
         self.limits = limits
@@ -75,7 +99,8 @@ class StepLoop:
         self._use_graphs = use_graphs
         self._decoder: Decoder | None = None
         self._max_stop_ids = 0
-        self._in_flight: deque[tuple[list[tuple[Sequence, int]], SampledTokens]] = deque()
+        self._in_flight: deque[Launch] = deque()
+        self._last_read = 0.0  # when the outputs of a launch were read
         self.finished: list[Sequence] = []
         scheduler.drain = self.drain
         scheduler.on_release = self._read_routes
@@ -90,7 +115,12 @@ class StepLoop:
             self.drain()
             self._max_stop_ids = 1 << max(2, (num_stop_ids - 1).bit_length())
             self._decoder = CudaDecoder(
-                self.runner, self.scheduler, self._max_model_len, self._use_graphs, self._max_stop_ids
+                self.runner,
+                self.scheduler,
+                self._max_model_len,
+                self._use_graphs,
+                self._max_stop_ids,
+                max_draft_rows=0 if self.drafter is None else self.drafter.controller.max_tokens,
             )
 
     def reset(self) -> None:
@@ -129,9 +159,20 @@ class StepLoop:
                 if shortage := self._shortage_of(lambda: self._run_prefill(prefill, decoder)):
                     self._retreat_from_prefill(prefill, decoder, shortage)
                 return True
-        window = self.scheduler.schedule_decode(decoder.num_steps)
-        if window.rows and (shortage := self._shortage_of(lambda: self._run_window(window, decoder))):
+        started = now()
+        num_steps = decoder.num_steps
+        drafts: Mapping[int, list[int]] = {}
+        if self.drafter is not None and self.drafter.is_due(self.scheduler.decodable()):
+            self.drain()
+            started = now()
+            drafts = self.drafter.drafts(self.scheduler.decodable())
+            started += self.drafter.take_index_seconds()  # once per prompt, not per step
+            num_steps = min(num_steps, STEPS_BETWEEN_SEARCHES)
+        window = self.scheduler.schedule_decode(num_steps, drafts)
+        if window.rows and (shortage := self._shortage_of(lambda: self._run_window(window, decoder, started))):
             self._retreat_from_window(window, decoder, shortage)
+        elif window.drafts:
+            self.drain()  # the next launch needs the tokens on the host
         return bool(window.rows)
 
     def _shortage_of(self, launch: Callable[[], None]) -> str | None:
@@ -140,13 +181,19 @@ class StepLoop:
         launch()  # the other ranks may be waiting inside the step: it cannot be taken back
         return None
 
-    def _run_window(self, window: DecodeWindow, decoder: Decoder) -> None:
+    def _run_window(self, window: DecodeWindow, decoder: Decoder, started: float) -> None:
         assert self.runner.cache is not None
         self.runner.cache.copy_blocks(window.copies)
         window.copies = []
-        sampled = decoder.run(window)
-        window.truncate(sampled.num_steps)
-        self._in_flight.append((window.rows, sampled))
+        if window.drafts:
+            sampled, counts = decoder.run_drafts(window)
+            window.keep(counts)
+            num_steps = 1
+        else:
+            sampled = decoder.run(window)
+            num_steps = sampled.num_steps
+            window.truncate(num_steps)
+        self._in_flight.append(Launch(window.rows, sampled, num_steps, window.drafts, started))
 
     def _run_prefill(self, prefill: PrefillStep, decoder: Decoder) -> None:
         runner = self.runner
@@ -154,7 +201,7 @@ class StepLoop:
         runner.cache.copy_blocks(prefill.copies)
         inputs = PrefillInputs(prefill.rows, runner.cache)
         self.num_prefill_tokens += inputs.token_ids.numel()
-        hidden_TE = runner.forward(inputs.token_ids, inputs.position_ids, inputs.attention)
+        hidden_TE = runner.forward(inputs.token_ids, inputs.position_ids, inputs.attention, images=inputs.images)
         runner.keep_routes(inputs.attention.slots, runner.routes)
         if runner.cache.states is not None:
             runner.cache.states.copy(prefill.state_copies)
@@ -163,7 +210,8 @@ class StepLoop:
             sampled = decoder.sample_first(inputs.samplers, runner.logits(hidden_TE[inputs.last_token_index]))
             for sequence in inputs.samplers:
                 sequence.num_unread += 1
-            self._in_flight.append(([(sequence, 1) for sequence in inputs.samplers], sampled))
+            rows = [(sequence, 1) for sequence in inputs.samplers]
+            self._in_flight.append(Launch(rows, sampled, num_steps=0, drafts={}, started=now()))
 
     def _retreat_from_prefill(self, prefill: PrefillStep, decoder: Decoder, shortage: str) -> None:
         """Take the step back, and lower the limit on tokens or, if they were computed, on sequences."""
@@ -204,8 +252,12 @@ class StepLoop:
         sequence.routes = first_routes(sequence.routes, routes)
 
     def _read(self) -> None:
-        rows, sampled = self._in_flight.popleft()
-        for (sequence, count), tokens, log_probs in zip(rows, *sampled.read()):
+        launch = self._in_flight.popleft()
+        outputs = launch.sampled.read()
+        seconds, self._last_read = now() - max(launch.started, self._last_read), now()
+        if self.drafter is not None:
+            self._note_times(self.drafter, launch, seconds)
+        for (sequence, count), tokens, log_probs in zip(launch.rows, *outputs):
             if sequence.stop_reason is not None:
                 continue  # launched before its end was read
             sequence.num_unread -= count
@@ -215,3 +267,12 @@ class StepLoop:
             if sequence.stop_reason is not None:
                 self.scheduler.finish(sequence)
                 self.finished.append(sequence)
+                if self.drafter is not None:
+                    self.drafter.end(sequence)
+
+    def _note_times(self, drafter: Drafter, launch: Launch, seconds: float) -> None:
+        if launch.drafts:
+            rows = [(s, len(launch.drafts.get(s.index, ())), count - 1) for s, count in launch.rows]
+            drafter.note_step(rows, seconds)
+        elif launch.num_steps:
+            drafter.note_window(len(launch.rows), launch.num_steps, seconds)

@@ -120,7 +120,17 @@ class ServerEngine(RolloutEngine):
                 await asyncio.sleep(max(0.0, server.retry_at - asyncio.get_running_loop().time()))
 
     def add(self, request_id: int, request: GenerationRequest) -> None:
+        if request.images is not None:
+            self._check_images()
         self._start(request_id, self._in_flight(request))
+
+    def _check_images(self) -> None:
+        for server in self._pool.servers:
+            if not server.protocol.takes_images:
+                raise ValueError(
+                    f"{server.url}{server.protocol.generate_path} takes no images; use vLLM or SGLang servers, or "
+                    "actor_rollout_ref.rollout.name=embedded, hf or vllm for prompts with images"
+                )
 
     def _in_flight(self, request: GenerationRequest, only: Server | None = None) -> InFlight:
         """only: the server that must answer, even if it cannot ignore an end-of-sequence token as asked."""

@@ -16,6 +16,7 @@ from lockstep.engines.rollout.server.http import KEY, ServerError, Unavailable
 from lockstep.engines.rollout.server.inference_server import Server
 from lockstep.engines.rollout.server.protocols import Answer
 from lockstep.protocol.generation import GenerationRequest, WeightsLostError
+from lockstep.protocol.images import content_ids
 
 
 @dataclass
@@ -107,7 +108,7 @@ class ServerPool:
             urls = ", ".join(server.url for server in self.servers)
             raise WeightsLostError(f"no server has the weights of the last update any more ({KEY}.urls: {urls})")
         now = asyncio.get_running_loop().time()
-        prompt = tuple(flight.request.prompt_ids)
+        prompt = tuple(content_ids(flight.request.prompt_ids, flight.request.images))
         home = self._homes.get(prompt)
         if home is None or home not in current or home.retry_at > now:
             healthy = [server for server in current if server.retry_at <= now]

@@ -4,6 +4,9 @@ vllm     /inference/v1/generate, token ids in and out; weights by /collective_rp
 sglang   /generate with input_ids and return_logprob; weights by /update_weights_from_tensor or _distributed
 openai   /v1/completions with token ids as the prompt; no weight updates
 tgi      in tgi.py
+
+A prompt with images has one placeholder token per image and their files as data URIs; the server expands the placeholders, and its
+prompt must then have the tokens of the run's.
 """
 
 import asyncio
@@ -16,11 +19,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engines import SERVER_KINDS
+from lockstep.engines.rollout.sent_images import NEVER, unexpanded
 from lockstep.engines.rollout.server.http import KEY, Connection, ServerError
 from lockstep.engines.rollout.vllm import logprobs_mode
 from lockstep.protocol.generation import GenerationRequest
+from lockstep.protocol.images import ImageInputs
 from lockstep.registry import Registry
 from lockstep.utils.audit import AuditError
+from lockstep.utils.data_uri import as_data_uri
 
 EXTENSION = "lockstep.engines.rollout.vllm_worker.WeightUpdates"
 
@@ -31,7 +37,8 @@ class Answer:
 
     finish:     why it ended: stop | length | abort, or another word of the server.
     weights:    labels of the weights that sampled it; None if the server does not tell.
-    prompt_ids: the prompt's tokens, of a server that tokenizes it and shows them; otherwise None.
+    prompt_ids: the prompt's tokens, of a server that tokenizes it or expands its images and shows them; otherwise None.
+    num_prompt: how many they are, of a server that tells only this.
     """
 
     token_ids: list[int]
@@ -39,6 +46,7 @@ class Answer:
     finish: str
     weights: set[str] | None = None
     prompt_ids: list[int] | None = None
+    num_prompt: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class ServerProtocol(ABC):
     takes_stop_tokens: responses end at the stop tokens of a request; otherwise only at those of the server's model, and the client
                        cuts them at others.
     ignores_eos:       has `ignore_eos`.
+    takes_images:      with a prompt of token ids.
     """
 
     generate_path: str
@@ -78,6 +87,7 @@ class ServerProtocol(ABC):
     transfers: tuple[str, ...] = ()
     takes_stop_tokens: bool = True
     ignores_eos: bool = True
+    takes_images: bool = True
 
     def __init__(self, open_tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
         self.open_tokenizer = open_tokenizer
@@ -97,8 +107,10 @@ class ServerProtocol(ABC):
     def answer(self, body: Any) -> Answer:
         """Read a server's answer; LookupError, TypeError or ValueError if a part is missing."""
 
-    async def check_prompt(self, server: Connection, request: GenerationRequest, answer: Answer) -> None:  # noqa: B027
-        """ServerError if the server, because it takes text, tokenized the prompt to other tokens than the request's."""
+    async def check_prompt(self, server: Connection, request: GenerationRequest, answer: Answer) -> None:
+        """ServerError if the server, which tokenizes prompts or expands images, computed other tokens than the request's."""
+        if request.images is not None and answer.token_ids:
+            _check_expanded(server, request.prompt_ids, answer)
 
     def probe_prompt(self, token_id: int) -> list[int]:
         """A short prompt that the server can take: `token_id`, or a word if it takes text."""
@@ -187,12 +199,18 @@ class VllmProtocol(ServerProtocol):
         self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str
     ) -> dict[str, Any]:
         sampling = request.sampling
+        images = request.images
+        more: dict[str, Any] = {}
+        if images is not None:
+            more = {"content_parts": image_parts(images), "return_token_ids": True}
         return {
             "request_id": request_id,
             "model": model,
-            "token_ids": request.prompt_ids,
+            "token_ids": request.prompt_ids if images is None else unexpanded(request),
             "cache_salt": salt,
+            **more,
             "sampling_params": {
+                **_never_sampled(images),
                 "temperature": sampling.temperature,
                 "top_k": max(sampling.top_k, 0),
                 "top_p": sampling.top_p,
@@ -211,7 +229,8 @@ class VllmProtocol(ServerProtocol):
         log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"] or ()]
         spans = choice.get("weight_versions")
         weights = None if spans is None else {span["version"] for span in spans}
-        return Answer(choice["token_ids"] or [], log_probs, choice["finish_reason"], weights)
+        prompt_ids = body.get("prompt_token_ids")
+        return Answer(choice["token_ids"] or [], log_probs, choice["finish_reason"], weights, prompt_ids)
 
     async def abort(self, server: Connection, request_ids: Sequence[str]) -> bool:
         if self._ABORT not in server.paths:
@@ -314,12 +333,16 @@ class SglangProtocol(ServerProtocol):
         self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str
     ) -> dict[str, Any]:
         sampling = request.sampling
+        images = request.images
+        more = {} if images is None else {"image_data": [as_data_uri(file) for file in images.files]}
         return {
             "rid": request_id,
-            "input_ids": request.prompt_ids,
+            "input_ids": request.prompt_ids if images is None else unexpanded(request),
             "extra_key": salt,
             "return_logprob": True,
+            **more,
             "sampling_params": {
+                **_never_sampled(images),
                 "temperature": sampling.temperature,
                 "top_k": sampling.top_k if sampling.top_k > 0 else -1,
                 "top_p": sampling.top_p,
@@ -339,7 +362,13 @@ class SglangProtocol(ServerProtocol):
         token_ids = body["output_ids"] if "output_ids" in body else [pair[1] for pair in pairs]
         label = about.get("weight_version")
         weights = None if label is None else {label}
-        return Answer(token_ids, [pair[0] for pair in pairs], about["finish_reason"]["type"], weights)
+        return Answer(
+            token_ids,
+            [pair[0] for pair in pairs],
+            about["finish_reason"]["type"],
+            weights,
+            num_prompt=about.get("prompt_tokens"),
+        )
 
     async def abort(self, server: Connection, request_ids: Sequence[str]) -> bool:
         await asyncio.gather(*(server.post("/abort_request", {"rid": name}) for name in request_ids))
@@ -410,7 +439,7 @@ class OpenAIProtocol(ServerProtocol):
         sampling = request.sampling
         body = {
             "model": model,
-            "prompt": request.prompt_ids,
+            "prompt": request.prompt_ids if request.images is None else unexpanded(request),
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -421,6 +450,7 @@ class OpenAIProtocol(ServerProtocol):
         }
         more = {"top_k": sampling.top_k > 0, "min_p": sampling.min_p > 0, "ignore_eos": sampling.ignore_eos}
         body |= {name: getattr(sampling, name) for name, is_set in more.items() if is_set}
+        body |= {} if request.images is None else {"content_parts": image_parts(request.images)}
         return body | ({"stop_token_ids": list(stops)} if stops else {})
 
     def answer(self, body: Any) -> Answer:
@@ -428,4 +458,29 @@ class OpenAIProtocol(ServerProtocol):
         token_ids = choice.get("token_ids")
         if token_ids is None:
             token_ids = [int(text.removeprefix("token_id:")) for text in choice["logprobs"]["tokens"]]
-        return Answer(token_ids, choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+        prompt_ids = choice.get("prompt_token_ids")
+        return Answer(token_ids, choice["logprobs"]["token_logprobs"], choice["finish_reason"], prompt_ids=prompt_ids)
+
+
+def image_parts(images: ImageInputs) -> list[dict[str, str]]:
+    """vLLM's `content_parts`."""
+    return [{"type": "image_url", "url": as_data_uri(file)} for file in images.files]
+
+
+def _never_sampled(images: ImageInputs | None) -> dict[str, Any]:
+    return {} if images is None else {"logit_bias": {str(images.token_id): NEVER}}
+
+
+def _check_expanded(server: Connection, prompt_ids: list[int], answer: Answer) -> None:
+    found = len(answer.prompt_ids) if answer.prompt_ids is not None else answer.num_prompt
+    if found is None:
+        raise ServerError(
+            f"{server.url} does not tell the tokens of a prompt with images, so that it may have left them out; use vLLM 0.32 or "
+            "newer, SGLang, or actor_rollout_ref.rollout.name=embedded"
+        )
+    if found != len(prompt_ids) or answer.prompt_ids not in (None, prompt_ids):
+        raise ServerError(
+            f"{server.url} computed a prompt with images as {found} tokens, which are not the {len(prompt_ids)} of the run's "
+            "processor: it has other pixel limits than data.min_pixels and data.max_pixels, or takes no images with token ids; "
+            "start it with --mm-processor-kwargs, or use actor_rollout_ref.rollout.name=embedded"
+        )

@@ -66,6 +66,7 @@ class WeightsFolder:
         self._tokenizer = tokenizer
         plain = replace(model, lora_rank=0, load_in_4bit=False)  # adapters come merged
         self._model, _ = open_causal_lm(plain, key, dtype, torch.device("cpu"), alone=True)
+        self._model.__dict__["_weight_conversions"] = []  # weights come as `save_pretrained` writes them
         self._files: WeightFiles | None = None
         if strange := [path.name for path in self._steps() if _owner_of(path) is None]:
             logger.warning(

@@ -30,6 +30,7 @@ class TgiProtocol(ServerProtocol):
     marker = "/generate_stream"
     takes_stop_tokens = False
     ignores_eos = False
+    takes_images = False
 
     @cached_property
     def _prompts(self) -> PromptText:

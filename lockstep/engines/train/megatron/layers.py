@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lockstep.kernels.ops import norm, on_gpu, rotary
-from lockstep.models.attention import AttentionContext, LayerOptions
+from lockstep.models.attention import AttentionContext
+from lockstep.models.layer_options import LayerOptions
 
 
 @dataclass(frozen=True)

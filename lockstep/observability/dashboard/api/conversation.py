@@ -9,6 +9,7 @@ import math
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from lockstep.observability.dashboard.request import Api, ApiRequest, NotFound, 
 from lockstep.observability.dashboard.rollout_query import matching
 from lockstep.observability.dashboard.rollout_store import KINDS
 from lockstep.observability.dashboard.runs import RunFolder
+from lockstep.observability.image_files import NAME
 from lockstep.observability.rollout_table import StepTable, TableRow, as_text, reward_columns, rollout_columns
+from lockstep.utils.data_uri import as_data_uri
 from lockstep.utils.untrusted import JSON_ERRORS
 
 HEAD_CHARS, TAIL_CHARS = 20_000, 2_000
@@ -83,12 +86,18 @@ def conversation(request: ApiRequest) -> dict[str, Any]:
         "reward_failed": row.reward_failed,
         "odd_score": _short(odd_numbers.get("score")) if isinstance(odd_numbers, dict) else None,
         "prompt": texts.cut(values.get("input"), ["input"]),
+        "images": [["images", number] for number in range(_num_images(values))],
         "expected": texts.cut(values["gts"], ["gts"]) if values.get("gts") not in (None, "") else None,
         "turns": list(_turns(values, texts)),
         "num_turns": len(values["messages"]) if _has_messages(values) else 1,
         "extras": [_named(values, name, texts) for name in reward_columns(values)[:MOST_EXTRAS]],
         "counts": [_named(values, name, texts) for name in counts],
     }
+
+
+def _num_images(values: dict[str, Any]) -> int:
+    images = values.get("images")
+    return min(len(images), MOST_TURNS) if isinstance(images, list) else 0
 
 
 def _named(values: dict[str, Any], name: str, texts: Texts) -> dict[str, Any]:
@@ -208,11 +217,22 @@ def text(request: ApiRequest) -> dict[str, Any]:
 
 
 def image(request: ApiRequest) -> dict[str, str]:
-    """An image that is embedded in the row, as a data URI."""
+    """An image that is embedded in the row, or is in the dump's folder of images, as a data URI."""
     source = _value(request)
+    if isinstance(source, str) and NAME.fullmatch(source):
+        source = _stored(_row(request)[0].path.parent / source)
     if not isinstance(source, str) or len(source) > MOST_IMAGE_CHARS or not IMAGE.fullmatch(source):
         raise ValueError("not an embedded PNG, JPEG, GIF or WebP image of at most 4 million characters")
     return {"uri": source}
+
+
+def _stored(file: Path) -> str:
+    try:
+        if file.is_symlink() or file.stat().st_size > MOST_IMAGE_CHARS * 3 // 4:
+            raise ValueError("the image is too large to be shown")
+        return as_data_uri(file.read_bytes())
+    except OSError as error:
+        raise NotFound(f"{file}: {error.strerror}") from None
 
 
 def _value(request: ApiRequest) -> Any:

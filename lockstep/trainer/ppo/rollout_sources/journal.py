@@ -27,8 +27,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from lockstep.observability.run_folder import JOURNAL, JOURNAL_EVENTS
 from lockstep.protocol import DataProto
+from lockstep.protocol.images import IMAGES, with_content
 from lockstep.protocol.tokens import read
 from lockstep.trainer.ppo.forks import newest_earlier
 from lockstep.trainer.ppo.rollout_sources.group_schedule import Group, GroupId
@@ -98,8 +101,7 @@ class Journal:
         except (OSError, ValueError, KeyError) as error:
             logger.warning("%s: the samples of group %s are lost and sampled again (%s)", self.folder, group.id, error)
             return None
-        prompts = (rows.non_tensor_batch["raw_prompt_ids"][0] for rows in (samples, group.prompt))
-        if list(next(prompts)) != list(next(prompts)):  # a sampler that learns from trained steps draws others
+        if _prompt(samples) != _prompt(group.prompt):  # a sampler that learns from trained steps draws others
             return None
         group.started = min(group.started, event["started"])
         return samples
@@ -188,6 +190,14 @@ def finished_samples(run_dir: Path, step: int) -> Iterator[tuple[GroupId, DataPr
     for group, event in finished.items():
         with suppress(OSError, ValueError, KeyError):
             yield group, _read_samples(run_dir / JOURNAL, event)
+
+
+def _prompt(rows: DataProto) -> list[int]:
+    """What tells the prompt of these rows from others."""
+    ids = np.array(rows.non_tensor_batch["raw_prompt_ids"][0], dtype=np.int64)
+    images = rows.non_tensor_batch.get(IMAGES)
+    found: list[int] = with_content(ids, None if images is None else images[0]).tolist()
+    return found
 
 
 def _read_samples(folder: Path, event: dict[str, Any]) -> DataProto:

@@ -227,15 +227,17 @@ class ToolAgentLoop(AgentLoopBase):
         before = [message for message in agent_data.messages if message["role"] in ("system", "assistant")]
         try:
             added = renderer.plain_messages(messages, max_tokens=self.response_length)
-            ids = renderer.bridge(before, added, agent_data.prompt_ids[-1], self.tool_schemas or None, max_tokens=room)
+            bridge = renderer.bridge(
+                before, added, agent_data.prompt_ids[-1], self.tool_schemas or None, max_tokens=room
+            )
         except TooLongError:
             return AgentState.TERMINATED
-        if ids is None or len(ids) >= room:
+        if bridge is None or len(bridge.ids) >= room:
             return AgentState.TERMINATED
         agent_data.messages += added
-        agent_data.prompt_ids = agent_data.prompt_ids + ids
-        agent_data.response_mask += [0] * len(ids)
-        agent_data.response_logprobs += [0.0] * len(ids)
+        agent_data.prompt_ids = agent_data.prompt_ids + bridge.ids
+        agent_data.response_mask += [0] * len(bridge.ids)
+        agent_data.response_logprobs += [0.0] * len(bridge.ids)
         agent_data.user_turns += 1
         return AgentState.GENERATING
 

@@ -1,6 +1,6 @@
 """Attention of decode steps on the CPU.
 
-    gather each layer's keys and values once ─► [ append one column, attend ] per step ─► write the new ones back to the cache
+    gather each layer's keys and values once ─► [ write one column, attend ] per step ─► write the new ones back to the cache
     gather each layer's states once ─► [ one token per row ] per step ─► write them back to their slots
 
 Legend: n rows, C columns, H query heads, HK key heads, G = H / HK, D head dimension.
@@ -13,8 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.engines.rollout.embedded.paged_attention import PagedCache, blocks_of_heads, slots_of_heads
-from lockstep.models.attention import LayerOptions, additive_mask
+from lockstep.engines.rollout.embedded.paged_attention import PagedCache, blocks_of_heads, rows_of_heads, slots_of_heads
+from lockstep.kernels.exact import is_exact
+from lockstep.models.attention import additive_mask
+from lockstep.models.exact_attention import exact_attention
+from lockstep.models.latent_attention import LatentKeys
+from lockstep.models.layer_options import LayerOptions
 from lockstep.models.state_rows import RowStates, StateCore
 
 
@@ -57,6 +61,9 @@ class CpuDecodeAttention:
             outputs.append(group.attend(index, self.step, q, k, v, own))
         return torch.cat(outputs)[None]
 
+    def attend_latent(self, layer: nn.Module, query: Tensor, keys: LatentKeys, options: LayerOptions) -> Tensor:
+        return keys.project(self.attend(layer, keys.absorb(query), *keys.join(options.index), options))
+
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
         assert self._store is not None and self._state_slots is not None
         index: int = layer.layer_idx  # type: ignore[assignment]
@@ -86,10 +93,9 @@ def similar_lengths(tables: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 
 
 class _RowGroup:
-    """Rows of similar length, with the gathered keys and values (n, HK, C, D) of each layer.
+    """Rows of similar length, with the gathered keys and values (n, HK, C, D) of each layer: a column per position.
 
-    The first `num_cached` columns hold the cached tokens, padded to the longest row; one column per step follows. So a step
-    changes nothing but one column.
+    A step writes one column of each row. Those after a row's position hold anything and are hidden.
     """
 
     def __init__(self, cache: PagedCache, rows: slice, tables: Sequence[Sequence[int]], positions: Tensor) -> None:
@@ -98,23 +104,22 @@ class _RowGroup:
         self.positions = positions
         width = max(len(table) for table in tables)
         self.table = torch.tensor([[*table, *[0] * (width - len(table))] for table in tables])
-        self.num_cached = int(positions[0].max())
         self.masks: dict[tuple[int | None, int | None], Tensor | None] = {}
+        self._row = torch.arange(len(tables))
+        self._lengths: list[int] = (positions.amax(1) + 1).tolist()  # of the longest row in each step
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
-        length = positions[0][:, None]
-        column = torch.arange(self.num_cached + len(positions))
-        # (n, C) position of each column's token in its sequence, and whether the column is padding
-        self._token_positions = torch.where(column < self.num_cached, column, column - self.num_cached + length)
-        self._padding = (column >= length) & (column < self.num_cached)
 
     def attend(self, index: int, step: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         """query (H, n, D), key and value (HK, n, D) of the new tokens of layer `index` -> (n, H, D)."""
         if index not in self._stores:
             self._stores[index] = self._gather(index)
         keys, values = self._stores[index]
-        column = self.num_cached + step
-        keys[:, :, column], values[:, :, column] = key.transpose(0, 1), value.transpose(0, 1)
-        keys, values = keys[:, :, : column + 1], values[:, :, : column + 1]
+        position = self.positions[step]
+        keys[self._row, :, position], values[self._row, :, position] = key.transpose(0, 1), value.transpose(0, 1)
+        length = self._lengths[step]
+        keys, values = keys[:, :, :length], values[:, :, :length]
+        if is_exact():
+            return exact_attention(query.transpose(0, 1)[:, :, None], keys, values, position[:, None], options)[:, :, 0]
         # the G query heads of a key head are G queries, so that keys are not repeated
         q = query.transpose(0, 1).contiguous().unflatten(1, (len(key), -1))  # (n, HK, G, D)
         if options.index is None:
@@ -123,6 +128,8 @@ class _RowGroup:
             keys, scored = options.index.split_keys(keys, query.shape[-1])
             unpicked = options.index.hide_others(scored, self._hidden(step, options)[:, None])
             mask = additive_mask(unpicked, query.dtype)[:, None]
+        if values.shape[-1] == 0:  # latents
+            values = keys
         if options.softcap is None and options.sinks is None:
             out = F.scaled_dot_product_attention(q, keys, values, mask, scale=options.scaling)
             return out.flatten(1, 2)
@@ -134,42 +141,36 @@ class _RowGroup:
         if options.sinks is not None:
             sinks = options.sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1).expand(len(scores), -1, -1, -1)
             scores = torch.cat([scores, sinks], -1)
-        return (scores.softmax(-1)[..., : column + 1] @ values).flatten(1, 2)
+        return (scores.softmax(-1)[..., :length] @ values).flatten(1, 2)
 
     def write_back(self, num_steps: int) -> None:
         size = self.cache.block_size
-        new = slice(self.num_cached, self.num_cached + num_steps)
-        positions = self.positions[:num_steps]
+        positions = self.positions[:num_steps]  # (steps, n)
         slots = (self.table.T.gather(0, positions // size) * size + positions % size).flatten()
-        for index, (keys, values) in self._stores.items():
-            target = slots_of_heads(slots, keys.shape[1], size)
-            for store, tokens in (
-                (self.cache.keys[index], keys[:, :, new].permute(2, 0, 1, 3)),
-                (self.cache.values[index], values[:, :, new].permute(2, 0, 1, 3)),
-            ):  # tokens: (steps, n, HK, D)
-                store.view(-1, store.shape[-1]).index_copy_(0, target, tokens.flatten(0, 2))
+        for index, stores in self._stores.items():
+            target = slots_of_heads(slots, stores[0].shape[1], size)
+            for store, gathered in zip((self.cache.keys[index], self.cache.values[index]), stores):
+                tokens = gathered[self._row, :, positions]  # (steps, n, HK, D)
+                store.flatten(0, 1).index_copy_(0, target, tokens.flatten(0, 2))
 
     def _gather(self, index: int) -> tuple[Tensor, Tensor]:
         num_rows, num_heads = len(self.table), self.cache.layers[index].num_heads
-        cached = slice(self.num_cached)
-        num_columns = self._padding.shape[1]
-        blocks = blocks_of_heads(self.table[:, : -(-self.num_cached // self.cache.block_size)], num_heads)
-        old_keys, old_values = (
-            store.index_select(0, blocks).view(num_rows, num_heads, -1, store.shape[-1])[:, :, cached]
+        num_columns = max(self._lengths)
+        blocks = blocks_of_heads(self.table[:, : -(-num_columns // self.cache.block_size)], num_heads)
+        keys, values = (
+            rows_of_heads(store, blocks, num_rows, num_heads)
             for store in (self.cache.keys[index], self.cache.values[index])
         )
-        keys, values = (t.new_empty(num_rows, num_heads, num_columns, t.shape[-1]) for t in (old_keys, old_values))
-        keys[:, :, cached], values[:, :, cached] = old_keys, old_values
         return keys, values
 
     def _mask(self, step: int, options: LayerOptions, dtype: torch.dtype) -> Tensor | None:
-        """(n, 1, 1, columns so far): 0 if the row sees the token, else -inf; None if every row sees all."""
+        """(n, 1, 1, columns): 0 if the row sees the token, else -inf; None if every row sees all."""
         if options.extent not in self.masks:
             hidden = self._hidden(step, options)
             self.masks[options.extent] = additive_mask(hidden, dtype)[:, None, None] if bool(hidden.any()) else None
         return self.masks[options.extent]
 
     def _hidden(self, step: int, options: LayerOptions) -> Tensor:
-        """(n, columns so far): whether the row may not see the token."""
-        hidden: Tensor = self._padding | options.hides(self.positions[step, :, None], self._token_positions)
-        return hidden[:, : self.num_cached + step + 1]
+        """(n, columns): whether the row may not see the token."""
+        hidden: Tensor = options.hides(self.positions[step, :, None], torch.arange(self._lengths[step]))
+        return hidden

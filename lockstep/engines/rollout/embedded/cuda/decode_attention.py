@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lockstep.engines.rollout.embedded.state_slots import DecodeStates
-from lockstep.kernels.paged_decode import decode_attention, num_splits
-from lockstep.models.attention import LayerOptions
+from lockstep.kernels.exact import is_exact
+from lockstep.kernels.exact_attention import attend
+from lockstep.kernels.paged_decode import decode_attention, num_splits, write_to_cache
+from lockstep.models.layer_options import LayerOptions
 from lockstep.models.state_rows import StateCore
 
 
@@ -21,6 +23,7 @@ class CudaDecodeAttention:
     cache_slots: (T,) where each new token is cached, block * block_size + offset; -1 for nowhere.
     max_splits:  most splits per row and key head.
     states:      the rows of layers with a state; None if there are no such layers.
+    nowhere:     (T,) -1, if rows see the new tokens of other rows, so that all are written before any are read; else None.
     """
 
     addresses: Tensor
@@ -31,14 +34,21 @@ class CudaDecodeAttention:
     cache_slots: Tensor
     max_splits: int
     states: DecodeStates | None = None
+    nowhere: Tensor | None = None
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
+        if is_exact():
+            return self._attend_exactly(layer, query, key, value, options)
+        addresses = self.addresses[layer.layer_idx]  # type: ignore[index]
+        if self.nowhere is not None:
+            self._write(addresses, key, value)
         return decode_attention(
             query,
             key,
             value,
-            self.addresses[layer.layer_idx],  # type: ignore[index]
-            *(self.tables, self.slot_ids, self.positions, self.cache_slots),
+            addresses,
+            *(self.tables, self.slot_ids, self.positions),
+            self.cache_slots if self.nowhere is None else self.nowhere,
             scale=options.scaling,
             window=options.sliding_window,
             chunk=options.chunk,
@@ -47,6 +57,32 @@ class CudaDecodeAttention:
             block_size=self.block_size,
             splits=num_splits(key.shape[1] * key.shape[2], key.shape[3], self.max_splits),
         )
+
+    def _attend_exactly(
+        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions
+    ) -> Tensor:
+        addresses = self.addresses[layer.layer_idx]  # type: ignore[index]
+        self._write(addresses, key, value)
+        out = attend(
+            query[0].transpose(0, 1)[:, :, None],
+            addresses,
+            self.tables,
+            self.slot_ids,
+            self.positions[:, None],
+            key_heads=key.shape[1],
+            value_dim=value.shape[-1],
+            block_size=self.block_size,
+            scale=options.scaling,
+            window=options.sliding_window,
+            chunk=options.chunk,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
+        return out[:, 0][None]
+
+    def _write(self, addresses: Tensor, key: Tensor, value: Tensor) -> None:
+        for new, address in ((key, addresses[:1]), (value, addresses[1:])):
+            write_to_cache(new, None, self.cache_slots, self.block_size, address=address)
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
         assert self.states is not None

@@ -21,13 +21,21 @@ class DecodeSlots:
     slot_state, slot_options: (slots + 1, fields) of each slot's sequence.
     tables:                   (slots + 1, width) block tables.
     state_slots:              (slots + 1,) state slots; unused if the model has no states.
+    rope_deltas:              (slots + 1,) what rotary positions have more than `positions`; None if there are no images.
     slot_ids:                 (R,) slot of each row of a step.
     tokens, positions:        (1, R) model inputs; cache_slots (R,) where their keys and values go.
     sampled, log_probs:       (steps, slots + 1) outputs; `step` is the current one.
     """
 
     def __init__(
-        self, num_slots: int, num_rows: int, table_width: int, max_stop_ids: int, num_steps: int, device: torch.device
+        self,
+        num_slots: int,
+        num_rows: int,
+        table_width: int,
+        max_stop_ids: int,
+        num_steps: int,
+        device: torch.device,
+        takes_images: bool = False,
     ) -> None:
         self.device = device
         self.padding_slot = num_slots
@@ -40,12 +48,15 @@ class DecodeSlots:
         self.slot_options = zeros(num_slots + 1, sampling.NUM_OPTIONS, dtype=torch.float32)
         self.tables = zeros(num_slots + 1, table_width, dtype=torch.int32)
         self.state_slots = zeros(num_slots + 1)
+        self.rope_deltas = zeros(num_slots + 1) if takes_images else None
         self.slot_ids = zeros(num_rows, dtype=torch.int32)
         self.tokens, self.positions, self.cache_slots = zeros(1, num_rows), zeros(1, num_rows), zeros(num_rows)
         self.step = zeros(1, dtype=torch.int32)
         self.sampled = zeros(num_steps, num_slots + 1, dtype=torch.int32)
         self.log_probs = zeros(num_steps, num_slots + 1, dtype=torch.float32)
         self._host_tables = np.zeros((num_slots + 1, table_width), dtype=np.int32)
+        # blocks in each row of it; 0 for a sequence that is new in its slot
+        self._table_lengths = [0] * (num_slots + 1)
         self._assigned: dict[tuple[int, int], tuple[int, Sequence]] = {}
         self._free = list(range(num_slots))
 
@@ -60,7 +71,9 @@ class DecodeSlots:
         if new:
             self._free_unused()
             for sequence in new:
-                self._assigned[_key(sequence)] = self._free.pop(), sequence
+                slot = self._free.pop()
+                self._assigned[_key(sequence)] = slot, sequence
+                self._table_lengths[slot] = 0
             slots = self._upload([self._assigned[_key(s)][0] for s in new])
             params = [s.request.sampling for s in new]
             options = [(p.temperature, p.top_p, p.min_p) for p in params]
@@ -69,19 +82,26 @@ class DecodeSlots:
             state_slots = [s.state_slot for s in new if s.state_slot is not None]
             if state_slots:
                 self.state_slots.index_copy_(0, slots, self._upload(state_slots))
+            if self.rope_deltas is not None:
+                self.rope_deltas.index_copy_(0, slots, self._upload([s.rope_delta for s in new]))
         return [self._assigned[_key(s)][0] for s in sequences]
 
     def set_tables(self, sequences: Rows[Sequence], slots: Rows[int]) -> None:
-        """Upload the block tables if any of these sequences' tables changed."""
-        changed = False
+        """Upload the block tables that changed.
+
+        A table grows at its end, where the last block may also be replaced, by a copy if others share it. Earlier blocks stay.
+        """
+        changed = []
         for sequence, slot in zip(sequences, slots):
-            row = self._host_tables[slot]
-            blocks = sequence.blocks
-            if row[len(blocks) - 1] != blocks[-1] or row[: len(blocks)].tolist() != blocks:
-                row[: len(blocks)] = blocks
-                changed = True
+            row, blocks = self._host_tables[slot], sequence.blocks
+            last = max(0, self._table_lengths[slot] - 1)
+            if self._table_lengths[slot] != len(blocks) or row[last] != blocks[last]:
+                row[last : len(blocks)] = blocks[last:]
+                self._table_lengths[slot] = len(blocks)
+                changed.append(slot)
         if changed:
-            self.tables.copy_(to_device(torch.from_numpy(self._host_tables), self.device), non_blocking=True)
+            rows = to_device(torch.from_numpy(self._host_tables[changed]), self.device)
+            self.tables.index_copy_(0, self._upload(changed), rows)
 
     def set_rows(self, slots: list[int], num_rows: int) -> None:
         """Make the first rows those of `slots`, padded to `num_rows` with the padding slot."""
@@ -112,6 +132,20 @@ class DecodeSlots:
             *stop_ids,
             *[-1] * (self.max_stop_ids - len(stop_ids)),
         ]
+
+
+def sampling_state(sequences: Rows[Sequence], positions: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of `slot_state` and `slot_options`, one for each token to sample: the one at this position of the sequence."""
+    params = [s.request.sampling for s in sequences]
+    state = np.full((len(sequences), sampling.STOPS + sampling.MIN_STOPS), -1, dtype=np.int64)
+    state[:, sampling.POSITION] = positions - 1  # of the input token
+    state[:, sampling.ACTIVE] = 1
+    state[:, sampling.SEED] = [_as_int64(s.request.seed) for s in sequences]
+    state[:, sampling.LAST] = positions
+    state[:, sampling.TOKEN] = 0
+    state[:, sampling.TOP_K] = [max(0, p.top_k) for p in params]
+    options = np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32)
+    return to_device(torch.from_numpy(state), device), to_device(torch.from_numpy(options), device)
 
 
 def _key(sequence: Sequence) -> tuple[int, int]:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots
+from lockstep.engines.rollout.embedded.cuda.draft_graphs import DraftGraphs
 from lockstep.engines.rollout.embedded.cuda.graphs import DecodeGraphs, padded_batch_size
+from lockstep.engines.rollout.embedded.draft_step import draft_rows, kept_tokens
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.sampler import SampledTokens
 from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, Scheduler
@@ -20,31 +22,52 @@ from lockstep.utils.device import to_device
 
 
 class CudaDecoder:
-    """max_stop_ids: most stop tokens of a sequence."""
+    """max_stop_ids: most stop tokens of a sequence. max_draft_rows: most tokens of a step with drafts; 0 for no such steps."""
 
     max_in_flight = 2
     num_steps = 8
 
     def __init__(
-        self, runner: ModelRunner, scheduler: Scheduler, max_model_len: int, use_graphs: bool, max_stop_ids: int
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        max_model_len: int,
+        use_graphs: bool,
+        max_stop_ids: int,
+        max_draft_rows: int = 0,
     ) -> None:
         num_slots = scheduler.max_num_seqs
         width = scheduler.blocks.blocks_for(max_model_len)
         self.slots = DecodeSlots(
-            num_slots, padded_batch_size(num_slots), width, max_stop_ids, self.num_steps, runner.device
+            num_slots,
+            padded_batch_size(num_slots),
+            width,
+            max_stop_ids,
+            self.num_steps,
+            runner.device,
+            takes_images=runner.images.takes_images,
         )
         self.graphs = DecodeGraphs(runner, self.slots, max_model_len, use_graphs)
+        self.draft_graphs: DraftGraphs | None = None
+        if max_draft_rows:
+            self.draft_graphs = DraftGraphs(runner, self.slots, max_model_len, use_graphs, max_draft_rows)
 
     def reset(self) -> None:
         self.slots.clear()
 
     def free_memory(self) -> None:
         self.slots.clear()
-        self.graphs.clear()
+        for graphs in self._all_graphs():
+            graphs.clear()
 
     def disable_graphs(self) -> bool:
-        had_graphs, self.graphs.use_graphs = self.graphs.use_graphs, False
+        had_graphs = any(graphs.use_graphs for graphs in self._all_graphs())
+        for graphs in self._all_graphs():
+            graphs.use_graphs = False
         return had_graphs
+
+    def _all_graphs(self) -> list[DecodeGraphs]:
+        return [self.graphs] if self.draft_graphs is None else [self.graphs, self.draft_graphs]
 
     def sample_first(self, sequences: Rows[Sequence], logits_NV: Tensor) -> SampledTokens:
         slots = self.slots.assign(sequences)
@@ -62,6 +85,16 @@ class CudaDecoder:
         self.slots.set_rows(slots, padded_batch_size(len(sequences)))
         self.graphs.run(len(sequences), filtered, window.num_steps)
         return self._copy_outputs(slots, window.num_steps)
+
+    def run_drafts(self, window: DecodeWindow) -> tuple[SampledTokens, list[int]]:
+        assert self.draft_graphs is not None, "drafts were not expected"
+        sequences = [sequence for sequence, _ in window.rows]
+        slots = self.slots.assign(sequences)
+        self.slots.set_tables(sequences, slots)
+        rows = draft_rows(window)
+        sampled = kept_tokens(rows, *self.draft_graphs.sample_rows(rows, slots))
+        self.slots.clear()  # they do not know the new tokens
+        return sampled
 
     def _copy_outputs(self, slots: list[int], num_steps: int) -> SampledTokens:
         """Copy the outputs to pinned memory, in stream order after the launched steps."""

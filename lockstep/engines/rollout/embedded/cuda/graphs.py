@@ -21,6 +21,7 @@ from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.state_slots import DecodeStates
 from lockstep.kernels import sampling
+from lockstep.kernels.linear_log_prob import row_log_probs
 from lockstep.kernels.paged_decode import MAX_SPLITS, TILE
 from lockstep.utils.out_of_memory import is_out_of_memory
 
@@ -63,7 +64,7 @@ class DecodeGraphs:
         size = padded_batch_size(num_rows)
         if not self.use_graphs or (size, filtered) in self._graphs:
             return
-        self.slots.set_rows([], size)
+        self._pad_rows(size)
         try:
             with _no_garbage_collection():
                 self._warm_up(size, filtered)
@@ -89,14 +90,35 @@ class DecodeGraphs:
             else:
                 self._step(size, filtered)
                 routes = self.runner.routes
-            self.runner.keep_routes(self.slots.cache_slots[:size], routes)
+            self.runner.keep_routes(self.cache_slots[:size], routes)
+
+    @property
+    def cache_slots(self) -> Tensor:
+        """(R,) where the tokens of the last step are cached."""
+        return self.slots.cache_slots
+
+    def _pad_rows(self, size: int) -> None:
+        """Make the first rows ones that belong to no sequence."""
+        self.slots.set_rows([], size)
 
     def sample(self, logits: Tensor, slot_ids: Tensor, filtered: bool) -> None:
         """Sample one token per row and update the slots."""
         slots = self.slots
         state = (slots.slot_state, slots.slot_options)
         outputs = (slots.step, slots.sampled, slots.log_probs)
-        sampling.sample(logits, *state, slot_ids, *outputs, filtered=filtered)
+        excluded = self.runner.placeholders
+        sampling.sample(logits, *state, slot_ids, *outputs, filtered=filtered, excluded=excluded)
+        if self.runner.exact:
+            self._log_probs_of_trainer(logits, slot_ids)
+
+    def _log_probs_of_trainer(self, logits: Tensor, slot_ids: Tensor) -> None:
+        """Replace the log-probs of the sampled tokens by those of the trainer's kernel, which sums in another order."""
+        slots = self.slots
+        at = slots.step.long(), slot_ids.long()
+        temperatures = slots.slot_options[at[1], sampling.TEMPERATURE]
+        temperatures = torch.where(temperatures > 0, temperatures, 1.0)
+        tokens = slots.sampled[at].clamp_min(0)  # -1 for a sequence that has stopped
+        slots.log_probs[at] = row_log_probs(logits, tokens, temperatures)
 
     def clear(self) -> None:
         """Drop all graphs; they are captured again when needed."""
@@ -145,8 +167,12 @@ class DecodeGraphs:
             self.max_splits,
             self._states(slot_ids, cache_slots),
         )
-        hidden = runner.forward(tokens, positions, attention)
+        hidden = runner.forward(tokens, self._rotary(positions, slot_ids), attention)
         self.sample(runner.logits(hidden), slot_ids, filtered)
+
+    def _rotary(self, positions: Tensor, slot_ids: Tensor) -> Tensor:
+        deltas = self.slots.rope_deltas
+        return positions if deltas is None else positions + deltas.index_select(0, slot_ids)
 
     def _states(self, slot_ids: Tensor, cache_slots: Tensor) -> DecodeStates | None:
         states = None if self.runner.cache is None else self.runner.cache.states

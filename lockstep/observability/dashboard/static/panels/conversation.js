@@ -66,17 +66,21 @@
     return block;
   }
 
+  function imageBlock(place, alt, fetchImage) {
+    const image = el("img", { alt });
+    fetchImage(place).then(
+      (answer) => (image.src = answer.uri),
+      (error) => image.replaceWith(Lockstep.problem(error)),
+    );
+    return image;
+  }
+
   function turnBlock(turn, fetchPage, fetchImage) {
     const title = [visible(turn.role), turn.name ? ` ${visible(turn.name)}` : ""].join("");
     const parts = turn.parts.map((part) => {
       if (part.text) return textBlock(part.text, fetchPage);
       if (part.note) return el("p", { class: "muted" }, visible(part.note));
-      const image = el("img", { alt: `image of the ${turn.role} turn` });
-      fetchImage(part.image).then(
-        (answer) => (image.src = answer.uri),
-        (error) => image.replaceWith(Lockstep.problem(error)),
-      );
-      return image;
+      return imageBlock(part.image, `image of the ${turn.role} turn`, fetchImage);
     });
     const calls = turn.calls.map((call) =>
       el("div", { class: "call" }, el("strong", {}, `calls ${visible(call.name)}`), textBlock(call.arguments, fetchPage)),
@@ -378,7 +382,7 @@
         el("h2", {}, `${kind === "validation" ? "Validation at step" : "Step"} ${number(data.step ?? Number(step))}, response ${number(data.row + 1)} of ${number(data.rows)}${group}`),
         neighbours(data, context),
         facts(data),
-        el("section", { class: "turn", "aria-label": "prompt" }, el("h4", {}, "prompt"), textBlock(data.prompt, fetchPage)),
+        el("section", { class: "turn", "aria-label": "prompt" }, el("h4", {}, "prompt"), data.images.map((place) => imageBlock(place, "image of the prompt", fetchImage)), textBlock(data.prompt, fetchPage)),
         ...data.turns.map((turn) => turnBlock(turn, fetchPage, fetchImage)),
         data.num_turns > data.turns.length ? el("p", { class: "muted" }, `The first ${data.turns.length} of ${number(data.num_turns)} turns are shown.`) : "",
         data.expected ? el("section", { class: "turn", "aria-label": "expected answer" }, el("h4", {}, "expected"), textBlock(data.expected, fetchPage)) : "",

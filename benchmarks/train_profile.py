@@ -1,0 +1,198 @@
+"""Where the time of an update goes: the kernels of one training step by class, with their FLOP/s.
+
+    python benchmarks/train_profile.py [--shape 1.5b|7b] [--tokens 16384 --length 512] [--micro 1] [--checkpointing]
+                                       [--json out.json]
+
+The step is that of `train_step.py` (forward, backward, clip, AdamW; random weights). A kernel belongs to the class of the operation
+that launched it: the head's products are the head's, though they are matrix products too. Work is what the layers' sizes say,
+recomputed layers included; so rates are those that the device really runs at. `host gaps` is when no kernel runs. On CPU the time
+is that of torch's operations.
+"""
+
+import argparse
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from shapes import BFLOAT16_MASTERS, SHAPES, shape_config
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+from train_step import Task, lockstep_engine, lockstep_step
+
+from lockstep.engines.train.train_engine import MicroBatching
+
+CLASSES: dict[str, re.Pattern[str]] = {
+    "log-prob head": re.compile(r"LinearLogProb|log_softmax|_statistics|logsumexp"),
+    "gradient sums": re.compile(r"AccumulateGrad"),
+    "optimizer": re.compile(r"adam|Optimizer\.step|optimizer_step|_foreach|multi_tensor|lpnorm", re.I),
+    "attention": re.compile(r"flash|fmha|attention", re.I),
+    "products": re.compile(
+        r"gemm|gemv|cutlass|nvjet|xmma|wgmma|cublas|splitk|^aten::(mm|addmm|addmm_|bmm|linear|matmul)$", re.I
+    ),
+    "copies": re.compile(r"memcpy|memset|^aten::(copy_|to|_to_copy|contiguous|clone)$", re.I),
+}
+"""Class -> names of kernels, or of operations around them; the first that matches counts, the rest is `REST`."""
+REST = "norms and element-wise"
+GAPS = "host gaps"
+ANCESTORS_DECIDE = ("log-prob head", "gradient sums", "optimizer")
+"""Classes that operations further out decide, too: their kernels are ordinary ones."""
+
+
+@dataclass
+class Part:
+    """One class of kernels. flops: of one step; None if its time is not a matter of products."""
+
+    name: str
+    ms: float
+    count: int
+    flops: float | None = None
+
+    @property
+    def tflops(self) -> float | None:
+        return None if not self.flops or not self.ms else self.flops / self.ms / 1e9
+
+
+def class_of(names: Iterable[str]) -> str:
+    """names: of the kernel, of the operation that launched it, and of those around it, from inside to outside."""
+    kernel, operation, *around = [*names, "", ""]
+    for name, pattern in CLASSES.items():
+        asked = (kernel, operation, *around) if name in ANCESTORS_DECIDE else (kernel, operation)
+        if any(pattern.search(text) for text in asked):
+            return name
+    return REST
+
+
+def work_of(task: Task, num_recomputed: int) -> dict[str, float]:
+    """FLOPs of one step by class. num_recomputed: layers whose forward is computed again in the backward."""
+    forwards = 1 + num_recomputed / len(task.layers)
+    head = 2 * task.config.vocab_size * task.config.hidden_size * task.num_tokens / 2
+    return {
+        "products": 2 * task.layer_weights * task.num_tokens * (forwards + 2),
+        "attention": 2
+        * task.scores
+        * task.num_tokens
+        * (forwards + 2.5),  # its backward has five products, its forward two
+        "log-prob head": 3 * head,
+    }
+
+
+def parts_of(events: Iterable[Any], wall_ms: float, on_gpu: bool) -> list[Part]:
+    """The classes by time, and the time in which nothing ran."""
+    spent: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    busy = 0.0
+    for event in events:
+        if on_gpu and event.device_type == DeviceType.CUDA:
+            busy += event.time_range.elapsed_us() / 1e3
+        if event.device_type != DeviceType.CPU:
+            continue
+        around = [event.name]
+        parent = event.cpu_parent
+        while parent is not None:
+            around.append(parent.name)
+            parent = parent.cpu_parent
+        if on_gpu:
+            found = [(class_of([kernel.name, *around]), kernel.duration / 1e3) for kernel in event.kernels]
+        else:
+            found = [(class_of([event.name, *around]), event.self_cpu_time_total / 1e3)]
+        for name, ms in found:
+            spent[name] += ms
+            counts[name] += 1
+    parts = [Part(name, ms, counts[name]) for name, ms in spent.most_common() if ms]
+    attributed = sum(spent.values())
+    if on_gpu and busy > 1.001 * attributed:
+        parts.append(Part("of unknown operations", busy - attributed, 0))
+    return [*parts, Part(GAPS, max(0.0, wall_ms - max(busy, attributed)), 0)]
+
+
+def profiled(step: Callable[[], float], on_gpu: bool) -> tuple[list[Any], float]:
+    """The events of one step, and its milliseconds without the profiler."""
+
+    def wait() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    for _ in range(2):
+        step()
+    wait()
+    started = time.perf_counter()
+    step()
+    wait()
+    wall_ms = (time.perf_counter() - started) * 1e3
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        step()
+        wait()
+    return list(profiler.events()), wall_ms
+
+
+def main(argv: list[str] | None = None) -> None:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b" if on_gpu else "tiny")
+    parser.add_argument("--tokens", type=int, default=16384 if on_gpu else 512)
+    parser.add_argument("--length", type=int, default=512 if on_gpu else 128, help="tokens per row")
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches of the step")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations that do not fit")
+    parser.add_argument("--peak-tflops", type=float, default=790.0, help="peak of the device's matrix products")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    args = parser.parse_args(argv)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    task = Task(
+        config=shape_config(args.shape, rope_theta=1e6),
+        rows=args.tokens // args.length,
+        length=args.length,
+        device=device,
+        dtype=dtype,
+        master=dtype if args.shape in BFLOAT16_MASTERS else torch.float32,
+        checkpointing=args.checkpointing,
+        entropy=False,
+    )
+    engine = lockstep_engine(task)
+    engine.optimizer_step = record_function("optimizer_step")(engine.optimizer_step)  # type: ignore[method-assign]
+    micro = MicroBatching(num_rows=max(1, task.rows // args.micro))
+    events, wall_ms = profiled(lockstep_step(task, engine, micro), on_gpu)
+    num_recomputed = 0 if engine.checkpointing is None else engine.checkpointing.num_checkpointed
+    parts = parts_of(events, wall_ms, on_gpu)
+    for part in parts:
+        part.flops = work_of(task, num_recomputed).get(part.name)
+
+    console = Console()
+    console.width = max(console.width, 110)
+    rows = (
+        f"{task.num_tokens} tokens in rows of {task.length}, {num_recomputed} of {len(task.layers)} layers recomputed"
+    )
+    table = Table(title=f"{args.shape}: {rows}, {wall_ms:.1f} ms per step")
+    for column in ("", "ms", "of the step", "kernels", "TFLOP/s", "of the peak"):
+        table.add_column(column, justify="right" if column else "left")
+    for part in parts:
+        rate = ("", "") if part.tflops is None else (f"{part.tflops:.0f}", f"{part.tflops / args.peak_tflops:.0%}")
+        table.add_row(part.name, f"{part.ms:.1f}", f"{part.ms / wall_ms:.1%}", str(part.count or ""), *rate)
+    total = task.flops() / wall_ms / 1e9
+    table.add_row(
+        "the step, required work", f"{wall_ms:.1f}", "", "", f"{total:.0f}", f"{total / args.peak_tflops:.0%}"
+    )
+    console.print(table)
+    if args.json:
+        found = {part.name: asdict(part) | {"tflops": part.tflops} for part in parts}
+        summary = {
+            "shape": args.shape,
+            "tokens": task.num_tokens,
+            "length": task.length,
+            "ms": wall_ms,
+            "tflops": total,
+        }
+        args.json.write_text(json.dumps(summary | {"recomputed": num_recomputed, "parts": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""One image of a row, in any form that rows have, as a checked RGB picture.
+
+path | bytes | {"bytes", "path"} | data URI | PIL image | URL (if `data.allow_image_urls`)  ──read_image──►  `Picture`
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import struct
+import urllib.request
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps
+
+from lockstep.utils.data_uri import as_data_uri
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+"""Formats of PIL that are read; others may run programs."""
+MOST_PIXELS = 89_478_485
+"""Of one image, PIL's own limit: a larger one is taken for a decompression bomb."""
+MOST_BYTES = 64 * 2**20
+"""Of one image's file."""
+MOST_ASPECT = 200
+"""Longer side by shorter side; processors round the shorter one to nothing beyond it."""
+URL_TIMEOUT_S = 20.0
+ORIENTATION = 0x0112
+"""EXIF tag."""
+_DIRECT = ("RGB", "L", "1", "P", "CMYK", "YCbCr")
+"""Modes that PIL converts to RGB without a choice of ours."""
+_DATA_URI = "data:"
+_URLS = ("http://", "https://")
+
+
+class ImageError(ValueError):
+    """What is wrong with an image, and what to do; without its place, which the caller knows."""
+
+
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """rgb: in mode RGB, upright, one frame. original: the encoded file, if its pixels are those of `rgb`."""
+
+    rgb: Image.Image
+    original: bytes | None = None
+
+    @cached_property
+    def file(self) -> bytes:
+        """The picture as a file: the original one, or a PNG."""
+        if self.original is not None:
+            return self.original
+        target = io.BytesIO()
+        self.rgb.save(target, "PNG", compress_level=1)
+        return target.getvalue()
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that tell its pixels from others."""
+        return hashlib.blake2b(self.rgb.tobytes(), digest_size=16, salt=struct.pack("<II", *self.rgb.size)).digest()
+
+
+def read_image(value: Any, folder: Path | None = None, *, allow_urls: bool = False) -> Picture:
+    """The picture; ImageError if it cannot be used.
+
+    folder: where relative paths start, if they do not lead from the current folder.
+    """
+    if isinstance(value, Mapping) and isinstance(value.get("image"), Image.Image):
+        value = value["image"]
+    if isinstance(value, Image.Image):
+        return _checked(value, None)
+    content = _content(value, folder, allow_urls)
+    if not content:
+        raise ImageError("is empty (0 bytes); write the file again")
+    if len(content) > MOST_BYTES:
+        raise ImageError(f"has {len(content)} bytes, more than {MOST_BYTES}; make it smaller")
+    try:
+        opened = Image.open(io.BytesIO(content), formats=FORMATS)
+    except Image.DecompressionBombError:
+        raise ImageError(f"has more than {2 * MOST_PIXELS} pixels (a decompression bomb?); make it smaller") from None
+    except Image.UnidentifiedImageError:
+        raise ImageError(
+            f"is not an image, or not one of {', '.join(FORMATS)} (it begins with {content[:8]!r}); convert it to PNG"
+        ) from None
+    except (OSError, SyntaxError, ValueError, struct.error, zlib.error) as error:
+        raise ImageError(f"cannot be read ({error}); write the file again") from error
+    return _checked(opened, content)
+
+
+def data_uri(picture: Picture) -> str:
+    return as_data_uri(picture.file)
+
+
+def _content(value: Any, folder: Path | None, allow_urls: bool) -> bytes:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, Mapping):
+        given = [
+            value[key] for key in ("bytes", "image", "image_url", "url", "path", "base64") if value.get(key) is not None
+        ]
+        if not given:
+            raise ImageError(f"has neither bytes nor a path (keys: {', '.join(map(str, value))})")
+        if value.get("base64") is given[0]:
+            return _decoded(str(given[0]))
+        return _content(given[0], folder, allow_urls)
+    if isinstance(value, Path):
+        return _file(value, folder)
+    if not isinstance(value, str):
+        raise ImageError(
+            f"is of type {type(value).__name__}; give a path, bytes, {{'bytes': ...}}, a data URI or a PIL image"
+        )
+    if value.startswith(_DATA_URI):
+        head, comma, body = value.partition(",")
+        if not comma or not head.endswith(";base64"):
+            raise ImageError(f"is a data URI without base64 ({head[:40]!r}); write data:image/png;base64,...")
+        return _decoded(body)
+    if is_url(value):
+        if not allow_urls:
+            raise ImageError(f"is a URL ({value[:80]}); download it, or set data.allow_image_urls=true")
+        return _fetched(value)
+    return _file(Path(value.removeprefix("file://")), folder)
+
+
+def is_url(value: Any) -> bool:
+    return isinstance(value, str) and value.lower().startswith(_URLS)
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"is not valid base64 ({error}); encode the file again") from error
+
+
+def _file(path: Path, folder: Path | None) -> bytes:
+    try:
+        place = image_path(path, folder)
+        if place.stat().st_size > MOST_BYTES:
+            raise ImageError(f"{path} has {place.stat().st_size} bytes, more than {MOST_BYTES}; make it smaller")
+        return place.read_bytes()
+    except FileNotFoundError:
+        where = f" (looked in the current folder and in {folder})" if folder and not path.is_absolute() else ""
+        raise ImageError(f"no such file: {str(path)[:200]}{where}") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, ImageError):
+            raise
+        text = getattr(error, "strerror", None) or error
+        raise ImageError(f"cannot be read: {text}: {str(path)[:80]!r}") from error
+
+
+def image_path(path: Path, folder: Path | None) -> Path:
+    """The file that a row's path names."""
+    path = path.expanduser()
+    return folder / path if folder is not None and not path.is_absolute() and not path.exists() else path
+
+
+def _fetched(url: str) -> bytes:
+    try:
+        with urllib.request.urlopen(url, timeout=URL_TIMEOUT_S) as reply:
+            content: bytes = reply.read(MOST_BYTES + 1)
+            return content
+    except (OSError, ValueError) as error:
+        raise ImageError(f"cannot be fetched: {url[:200]} ({error})") from error
+
+
+def _checked(opened: Image.Image, content: bytes | None) -> Picture:
+    width, height = opened.size
+    if not width or not height:
+        raise ImageError(f"has no pixels ({width} x {height})")
+    if width * height > MOST_PIXELS:
+        raise ImageError(
+            f"has {width} x {height} pixels, more than {MOST_PIXELS} (a decompression bomb?); make it smaller"
+        )
+    if max(width, height) > MOST_ASPECT * min(width, height):
+        raise ImageError(
+            f"has {width} x {height} pixels: one side is over {MOST_ASPECT} times the other; crop or pad it"
+        )
+    if opened.format != "MPO" and (frames := getattr(opened, "n_frames", 1)) > 1:
+        raise ImageError(f"is animated or has several pages ({frames} frames); write the frame that is meant as PNG")
+    try:
+        opened.load()
+        is_upright = opened.getexif().get(ORIENTATION, 1) == 1
+        rgb = _as_rgb(opened if is_upright else ImageOps.exif_transpose(opened))
+    except ImageError:
+        raise
+    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:
+        raise ImageError(f"is truncated or damaged ({error}); write the file again") from error
+    return Picture(rgb, content if rgb is opened else None)
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """Transparent pixels on white, 16-bit greys by their upper byte."""
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, rgba).convert("RGB")
+    if image.mode.startswith("I;16"):
+        return image.point(lambda value: value / 256).convert("L").convert("RGB")
+    if image.mode not in _DIRECT:
+        raise ImageError(f"has mode {image.mode}, which has no range of values; write it as 8-bit RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")

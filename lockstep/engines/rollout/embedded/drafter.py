@@ -1,0 +1,155 @@
+"""Draft tokens of decoding sequences, from the answers that were seen for their prompts.
+
+    history (answers by prompt) + controller (what pays) ─► drafts of this step ─► what was accepted ─► controller
+
+A sampled token depends only on its logits, seed and position. So a step computes the logits after the last token and after each
+draft token, samples all of these positions, and keeps the tokens up to the first that differs from its draft: those are the
+tokens that plain steps would have sampled.
+"""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+from lockstep.config.actor_rollout_ref import HistoryDraftsConfig
+from lockstep.engines.rollout.embedded.draft_controller import (
+    PROBE_ROWS,
+    PROBE_TOKENS,
+    Acceptance,
+    DraftController,
+)
+from lockstep.engines.rollout.embedded.history import MAX_MATCH, AnswerHistory
+from lockstep.engines.rollout.embedded.sequence import Sequence
+
+MIN_STEP_TOKENS = 64
+"""A step may have this many tokens even if fewer sequences may run at once."""
+
+
+@dataclass
+class DraftTotals:
+    """Sums over steps.
+
+    num_steps, num_rows, num_sampled: of the steps with drafts: their number, rows, and tokens that they gave.
+    num_drafted, num_accepted:        draft tokens that were computed, and those that were kept.
+    num_generated:                    tokens of the sequences that have ended.
+    saved_s:                          estimated seconds that the drafts saved.
+    """
+
+    num_steps: int = 0
+    num_rows: int = 0
+    num_sampled: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_generated: int = 0
+    saved_s: float = 0.0
+
+
+@dataclass
+class _Tracked:
+    """A sequence that is followed."""
+
+    sequence: Sequence
+    key: bytes
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+
+class Drafter:
+    """max_num_seqs: sequences that run at once; a step with drafts has about as many tokens at most."""
+
+    def __init__(self, config: HistoryDraftsConfig, max_num_seqs: int) -> None:
+        self.history = AnswerHistory(config.max_memory_mb << 20)
+        self.controller = DraftController(config.max_draft_tokens, max(MIN_STEP_TOKENS, max_num_seqs))
+        self.totals = DraftTotals()
+        self._tracked: dict[int, _Tracked] = {}  # by the sequence's index
+
+    def follow(self, sequence: Sequence) -> None:
+        """A new sequence."""
+        key = sequence.prompt_key
+        self._tracked[sequence.index] = _Tracked(sequence, key)
+        self.history.follow(key, sequence.index, sequence.tokens, sequence.num_prompt)
+
+    def end(self, sequence: Sequence) -> None:
+        """A sequence that has finished or was aborted."""
+        tracked = self._tracked.pop(sequence.index, None)
+        if tracked is not None:
+            self.history.unfollow(tracked.key, sequence.index)
+            self.totals.num_generated += sequence.num_generated
+            if sequence.num_generated:
+                self.history.add(tracked.key, sequence.tokens[sequence.num_prompt :])
+
+    def begin_serving(self) -> None:
+        self.controller.begin()
+
+    def end_serving(self) -> None:
+        self._tracked.clear()
+        self.history.end_step()
+        if self.controller.is_useless():
+            self.history.clear()
+
+    def is_due(self, sequences: Rows[Sequence]) -> bool:
+        """Whether drafts of these sequences are worth looking for."""
+        tracked = (self._tracked.get(s.index) for s in sequences)
+        rows = [t.acceptance for t in tracked if t is not None and self.history.has_answers(t.key, t.sequence.index)]
+        num_rows = len(sequences)
+        return bool(rows) and (self.controller.is_probe(num_rows) or self.controller.may_pay(rows, num_rows))
+
+    def drafts(self, sequences: Rows[Sequence]) -> dict[int, list[int]]:
+        """Draft tokens by the sequence's index; of sequences without unread tokens. Empty if none pay."""
+        controller = self.controller
+        is_probe = controller.is_probe(len(sequences))
+        tracked = [t for s in sequences if (t := self._tracked.get(s.index)) is not None]
+        found = [self._find(t) for t in (tracked[:PROBE_ROWS] if is_probe else tracked)]
+        if is_probe:
+            chosen = [min(PROBE_TOKENS, len(draft)) for draft in found]
+        else:
+            chosen = controller.lengths([t.acceptance for t in tracked], [len(draft) for draft in found])
+        controller.note_search(len(found), sum(map(bool, found)), pays=any(chosen))
+        return {t.sequence.index: draft[:n] for t, draft, n in zip(tracked, found, chosen) if n}
+
+    def note_step(self, rows: Rows[tuple[Sequence, int, int]], seconds: float) -> None:
+        """A step with drafts. rows: each sequence, its drafts, and how many were kept."""
+        num_drafted = sum(drafted for _, drafted, _ in rows)
+        num_accepted = sum(accepted for _, _, accepted in rows)
+        self.controller.measure_drafted(len(rows) + num_drafted, seconds)
+        for sequence, drafted, accepted in rows:
+            tracked = self._tracked.get(sequence.index)
+            if drafted and tracked is not None:
+                self.controller.note(tracked.acceptance, drafted, accepted)
+        totals = self.totals
+        num_sampled = len(rows) + num_accepted
+        totals.num_steps += 1
+        totals.num_rows += len(rows)
+        totals.num_sampled += num_sampled
+        totals.num_drafted += num_drafted
+        totals.num_accepted += num_accepted
+        totals.saved_s += self.controller.saved_seconds(len(rows), num_sampled, seconds)
+
+    def take_index_seconds(self) -> float:
+        """Seconds of building indices since the last call. They are a loss, but no part of the cost of a step."""
+        seconds, self.history.index_s = self.history.index_s, 0.0
+        self.totals.saved_s -= seconds
+        return seconds
+
+    def note_window(self, num_rows: int, num_steps: int, seconds: float) -> None:
+        """A window of plain steps."""
+        self.controller.measure_plain(num_rows, seconds / num_steps)
+
+    def take_metrics(self) -> dict[str, float]:
+        """What happened since the last call; empty if nothing was generated."""
+        totals, self.totals = self.totals, DraftTotals()
+        if not totals.num_generated:
+            return {}
+        metrics = {
+            "perf/drafts/share": totals.num_accepted / totals.num_generated,
+            "perf/drafts/saved_s": totals.saved_s,
+            "perf/drafts/history_mb": self.history.num_bytes / 2**20,
+        }
+        if totals.num_steps:
+            metrics["perf/drafts/acceptance"] = totals.num_accepted / totals.num_drafted
+            metrics["perf/drafts/tokens_per_step"] = totals.num_sampled / totals.num_rows
+        return metrics
+
+    def _find(self, tracked: _Tracked) -> list[int]:
+        sequence = tracked.sequence
+        most = min(self.controller.max_draft_tokens, sequence.num_left - 1)  # one more token is sampled
+        start = max(sequence.num_prompt, len(sequence.tokens) - MAX_MATCH)
+        return self.history.draft(tracked.key, sequence.tokens[start:], most)

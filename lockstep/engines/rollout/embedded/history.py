@@ -1,0 +1,225 @@
+"""Answers seen for each prompt, and drafts from them by suffix matching.
+
+    add, follow ─► answers of a prompt ─► contexts, sorted ─► draft: the tokens that followed the longest context that matches
+
+The context of a token is the `MAX_MATCH` tokens before it in its answer; before the first token it continues with START. So
+contexts that match down to the start of the answer are equal, and a draft is possible from the first token on.
+"""
+
+import hashlib
+import struct
+import time
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from lockstep.protocol.generation import GenerationRequest
+from lockstep.protocol.images import content_ids
+
+MAX_MATCH = 16
+"""Most tokens of a context that are compared."""
+MIN_MATCH = 2
+"""Least tokens that must match for a draft."""
+MAX_ANSWERS = 32
+"""Answers kept per prompt, the latest."""
+KEY_BYTES = 16
+"""Length of a prompt's key."""
+START = -1
+"""Stands for what precedes an answer."""
+
+_TOKEN_BYTES = 4
+_CONTEXT_BYTES = _TOKEN_BYTES * MAX_MATCH
+_PACK = struct.Struct(f">{MAX_MATCH}i").pack
+_ABOVE_ALL = b"\xff" * (_CONTEXT_BYTES + 1)
+"""Sorts after the rest of every context."""
+_PROMPT_OVERHEAD = 512
+"""Bytes that a prompt takes beside its tokens, roughly; an answer takes half of that."""
+
+
+def prompt_key(request: GenerationRequest) -> bytes:
+    """A digest of the prompt, with its images."""
+    ids = request.prompt_ids if request.images is None else content_ids(request.prompt_ids, request.images)
+    return hashlib.blake2b(np.array(ids, dtype=np.int64).tobytes(), digest_size=KEY_BYTES).digest()
+
+
+class SortedContexts:
+    """The contexts of all tokens of some answers, in lexicographic order from the last token of each backwards.
+
+    num_tokens: of all answers.
+    """
+
+    def __init__(self, answers: Sequence[np.ndarray]) -> None:
+        self.num_tokens = sum(map(len, answers))
+        start = np.full(MAX_MATCH, START, dtype=np.int32)
+        self._stream = np.concatenate([part for answer in answers for part in (start, answer)] or [start])
+        lengths = np.array([len(answer) for answer in answers], dtype=np.int64)
+        ends = np.cumsum(lengths + MAX_MATCH)
+        self._ends: list[int] = ends.tolist()  # of each answer in the stream
+        places = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, lengths)] or [np.empty(0, np.int64)])
+        backwards = np.ascontiguousarray(self._stream[::-1]).astype(">i4")
+        windows = np.lib.stride_tricks.sliding_window_view(backwards, MAX_MATCH)[len(backwards) - places]
+        order = np.argsort(windows.view(f"S{_CONTEXT_BYTES}")[:, 0], kind="stable")
+        self._places: list[int] = places[order].tolist()  # of the token after each context
+        content = windows[order].tobytes()
+        self._contexts = [content[i : i + _CONTEXT_BYTES] for i in range(0, len(content), _CONTEXT_BYTES)]
+
+    def continuation(self, context: Sequence[int], max_tokens: int) -> list[int]:
+        """The tokens that followed the latest of the contexts with the longest match; none for less than MIN_MATCH.
+
+        context: the last MAX_MATCH tokens.
+        """
+        contexts = self._contexts
+        wanted = _PACK(*context[::-1])
+        place = bisect_left(contexts, wanted)
+        longest = max([_num_equal(wanted, context) for context in contexts[max(0, place - 1) : place + 1]], default=0)
+        if longest < MIN_MATCH:
+            return []
+        matched = wanted[: longest * _TOKEN_BYTES]
+        first = bisect_left(contexts, matched, hi=place)
+        last = bisect_left(contexts, matched + _ABOVE_ALL, lo=place)
+        start = max(self._places[first:last])
+        stop = min(start + max_tokens, self._ends[bisect_left(self._ends, start + 1)])
+        tokens: list[int] = self._stream[start:stop].tolist()
+        return tokens
+
+
+def _num_equal(a: bytes, b: bytes) -> int:
+    """Leading tokens that are equal."""
+    difference = int.from_bytes(a, "big") ^ int.from_bytes(b, "big")
+    return (8 * _CONTEXT_BYTES - difference.bit_length()) // (8 * _TOKEN_BYTES)
+
+
+@dataclass
+class PromptAnswers:
+    """What is known about one prompt.
+
+    answers: ended ones, the latest last.
+    running: tokens of sequences that still run, by their names, and where in them the answer starts. The lists grow.
+    index:   of the tokens known when it was built; None if there is none.
+    num_ended_tokens: of `answers`.
+    """
+
+    answers: list[np.ndarray] = field(default_factory=list)
+    num_ended_tokens: int = 0
+    running: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+    index: SortedContexts | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return _PROMPT_OVERHEAD + sum(answer.nbytes + _PROMPT_OVERHEAD // 2 for answer in self.answers)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a quarter of the tokens is not in the index."""
+        if self.index is None:
+            return True
+        num_tokens = self.num_ended_tokens
+        for tokens, start in self.running.values():
+            num_tokens += len(tokens) - start
+        known = self.index.num_tokens
+        return num_tokens > known + max(16, known // 4)
+
+    def build_index(self) -> None:
+        running = [np.array(tokens[start:], dtype=np.int32) for tokens, start in self.running.values()]
+        self.index = SortedContexts(self.answers + running)
+
+
+class AnswerHistory:
+    """Answers by prompt, within `max_bytes` of ended ones: the least recently used prompts are dropped first.
+
+    index_s: seconds spent on indices so far.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self.index_s = 0.0
+        self._prompts: OrderedDict[bytes, PromptAnswers] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, key: bytes, tokens: Sequence[int] | np.ndarray) -> None:
+        """An answer that has ended, by itself or not."""
+        prompt = self._used(key)
+        self.num_bytes -= prompt.num_bytes if prompt.answers else 0
+        prompt.answers = [*prompt.answers, np.array(tokens, dtype=np.int32)][-MAX_ANSWERS:]
+        prompt.num_ended_tokens = sum(map(len, prompt.answers))
+        self.num_bytes += prompt.num_bytes
+        while self.num_bytes > self.max_bytes:
+            _, dropped = self._prompts.popitem(last=False)
+            self.num_bytes -= dropped.num_bytes if dropped.answers else 0
+
+    def follow(self, key: bytes, name: int, tokens: list[int], start: int) -> None:
+        """Draft from a sequence that still runs, too. tokens: its own list, in which the answer begins at `start`."""
+        self._used(key).running[name] = tokens, start
+
+    def unfollow(self, key: bytes, name: int) -> None:
+        prompt = self._prompts.get(key)
+        if prompt is not None:
+            prompt.running.pop(name, None)
+
+    def has_answers(self, key: bytes, name: int) -> bool:
+        """Whether there is another answer to the prompt than that of the running sequence `name`."""
+        prompt = self._prompts.get(key)
+        return prompt is not None and (bool(prompt.answers) or not prompt.running.keys() <= {name})
+
+    def draft(self, key: bytes, answer: Sequence[int], max_tokens: int) -> list[int]:
+        """Up to `max_tokens` tokens that may follow.
+
+        answer: what is sampled so far, or its last MAX_MATCH tokens.
+        """
+        prompt = self._prompts.get(key)
+        if prompt is None or max_tokens < 1:
+            return []
+        tail = list(answer[-MAX_MATCH:])
+        if prompt.is_stale:
+            began = time.perf_counter()
+            prompt.build_index()
+            self.index_s += time.perf_counter() - began
+        assert prompt.index is not None
+        return prompt.index.continuation([START] * (MAX_MATCH - len(tail)) + tail, max_tokens)
+
+    def end_step(self) -> None:
+        """Drop indices and references to sequences; the answers stay."""
+        for key, prompt in list(self._prompts.items()):
+            prompt.index = None
+            prompt.running.clear()
+            if not prompt.answers:
+                del self._prompts[key]
+
+    def clear(self) -> None:
+        self._prompts.clear()
+        self.num_bytes = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain data for `utils.state_file`; may be called while sequences run."""
+        prompts = {key: list(prompt.answers) for key, prompt in list(self._prompts.items()) if prompt.answers}
+        answers = [answer for kept in prompts.values() for answer in kept]
+        return {
+            "keys": b"".join(prompts),
+            "num_answers": [len(kept) for kept in prompts.values()],
+            "lengths": [len(answer) for answer in answers],
+            "tokens": np.concatenate(answers or [np.empty(0, np.int32)]),
+        }
+
+    def add_state(self, state: dict[str, Any]) -> None:
+        """Add the answers of `state_dict` that are not here yet; the oldest beyond `max_bytes` are dropped."""
+        bounds = np.cumsum(state["lengths"], dtype=np.int64)[:-1]
+        answers = iter(np.split(np.asarray(state["tokens"], dtype=np.int32), bounds) if state["lengths"] else [])
+        for place, num_answers in enumerate(state["num_answers"]):
+            key = state["keys"][place * KEY_BYTES : (place + 1) * KEY_BYTES]
+            for answer in islice(answers, num_answers):
+                known = self._prompts[key].answers if key in self._prompts else []
+                if not any(np.array_equal(answer, other) for other in known):
+                    self.add(key, answer)
+
+    def _used(self, key: bytes) -> PromptAnswers:
+        prompt = self._prompts.setdefault(key, PromptAnswers())
+        self._prompts.move_to_end(key)
+        return prompt

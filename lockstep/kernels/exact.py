@@ -1,0 +1,80 @@
+"""Exact mode: the result of a row does not depend on the other rows, whatever batch it is computed in.
+
+A matrix product chooses its kernel, and so the order in which it sums, by the number of rows; attention by the number of queries
+and keys. Here every row meets the same kernel: on the CPU products are computed `TILE` rows at a time, the last tile padded; on
+CUDA by `kernels/exact_product.py`. Norms, rotary embedding, activations and softmax are computed row by row anyway.
+
+Only the forward is exact. Gradients are the usual ones.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TILE = 32
+"""Rows of one product on the CPU."""
+NUM_TRIED = 200
+"""Rows with which products are tried."""
+
+_is_on: ContextVar[bool] = ContextVar("exact", default=False)
+
+
+def is_exact() -> bool:
+    return _is_on.get()
+
+
+class exact_mode:
+    """Products and attention are exact inside, or are not."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+        self._before: list[Token[bool]] = []
+
+    def __enter__(self) -> None:
+        self._before.append(_is_on.set(self.on))
+
+    def __exit__(self, *_: object) -> None:
+        _is_on.reset(self._before.pop())
+
+
+def same_mode_again() -> tuple[AbstractContextManager[None], exact_mode]:
+    """`context_fn` of torch.utils.checkpoint: what is computed again in the backward is computed in the mode of the forward."""
+    return nullcontext(), exact_mode(is_exact())
+
+
+def exact_product(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """x (T, I) @ weight (O, I).T, without gradients. dtype: of the result, if not of x; on CUDA it is rounded to that alone."""
+    if x.is_cuda:
+        from lockstep.kernels.exact_product import product
+
+        return product(x, weight, dtype or x.dtype)
+    num_rows = len(x)
+    padded = F.pad(x, (0, 0, 0, -num_rows % TILE)).contiguous()
+    out = padded.new_empty(len(padded), len(weight))
+    transposed = weight.t()
+    for rows, target in zip(padded.split(TILE), out.split(TILE)):
+        torch.mm(rows, transposed, out=target)
+    return out[:num_rows].to(dtype or x.dtype)
+
+
+@torch.no_grad()
+def depends_on_other_rows(weights: Iterable[Tensor]) -> tuple[int, ...] | None:
+    """The shape of a weight whose product gives a row another result at another place or beside other rows; None if there is none.
+
+    Libraries do not promise it, so it is tried once for each shape.
+    """
+    shapes = {(tuple(weight.shape), weight.dtype, weight.device): weight for weight in weights}
+    for (shape, dtype, device), weight in shapes.items():
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randn(NUM_TRIED, shape[1], generator=generator).to(device, dtype)
+        order = torch.randperm(len(rows), generator=generator).to(device)
+        expected = exact_product(rows, weight, torch.float32)
+        moved = exact_product(rows[order], weight, torch.float32)
+        few = exact_product(rows[5:10], weight, torch.float32)
+        if not (torch.equal(moved, expected[order]) and torch.equal(few, expected[5:10])):
+            return shape
+    return None

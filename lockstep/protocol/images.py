@@ -1,0 +1,116 @@
+"""The images of one sequence: what the model's processor made of them, and what tells them apart.
+
+A placeholder token stands for each feature of an image that the model reads. Equal tokens with different images are different
+sequences: prompts are compared and shared by their `content_ids`, not by token ids.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+IMAGES = "multi_modal_inputs"
+"""The column of a batch with the images of each row, or None."""
+
+
+@dataclass(frozen=True, eq=False)
+class ImageInputs:
+    """Samples of one prompt refer to the same object, so that a batch has it once.
+
+    tensors:    what the processor returns beside token ids (pixel_values, image_grid_thw, …), of all images in the order of
+                their placeholders; each is concatenated over images along the first dimension.
+    token_id:   the placeholder token.
+    num_tokens: placeholder tokens of each image in the sequence.
+    digests:    of the pixels that the processor was given of each image, 16 bytes.
+    files:      each image as it was given (PNG, JPEG, …), for engines that prepare images by themselves, and for dumps.
+    """
+
+    tensors: dict[str, Tensor]
+    token_id: int
+    num_tokens: tuple[int, ...]
+    digests: tuple[bytes, ...]
+    files: tuple[bytes, ...] = field(default=(), repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors as arrays: as tensors, each would take a file descriptor between a loader process and the trainer."""
+        arrays = {
+            name: value.numpy() if value.device.type == "cpu" and value.dtype != torch.bfloat16 else value
+            for name, value in self.tensors.items()
+        }
+        return {**self.__dict__, "tensors": arrays}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tensors = {
+            name: torch.from_numpy(value if value.flags.writeable else value.copy())
+            if isinstance(value, np.ndarray)
+            else value
+            for name, value in state["tensors"].items()
+        }
+        self.__dict__.update(state | {"tensors": tensors})
+
+    def then(self, later: "ImageInputs | None") -> "ImageInputs":
+        """With the images that follow in the same sequence."""
+        if later is None:
+            return self
+        return ImageInputs(
+            {name: torch.cat([value, later.tensors[name]]) for name, value in self.tensors.items()},
+            self.token_id,
+            self.num_tokens + later.num_tokens,
+            self.digests + later.digests,
+            self.files + later.files,
+        )
+
+    def to_state(self) -> dict[str, Any]:
+        """As plain data for `utils.state_file`; the arguments that make it again."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
+
+
+def column_state(column: np.ndarray) -> dict[str, Any]:
+    """A column of `ImageInputs | None` as plain data, in which rows of one object have it once."""
+    distinct = {id(images): images for images in column if images is not None}
+    places = {key: place for place, key in enumerate(distinct)}
+    rows = [None if images is None else places[id(images)] for images in column]
+    return {"rows": rows, "images": [images.to_state() for images in distinct.values()]}
+
+
+def column_of_state(state: dict[str, Any]) -> np.ndarray:
+    """The inverse of `column_state`."""
+    distinct = [ImageInputs(**arguments) for arguments in state["images"]]
+    column = np.empty(len(state["rows"]), dtype=object)
+    column[:] = [None if place is None else distinct[place] for place in state["rows"]]
+    return column
+
+
+def content_ids(token_ids: Sequence[int], images: ImageInputs | None) -> list[int]:
+    """The token ids with a negative number made of the image's digest instead of each of its placeholders.
+
+    ValueError if there are not as many placeholders as features.
+    """
+    ids = np.array(token_ids, dtype=np.int64)
+    if images is not None and len(ids):
+        check_placeholders(int((ids == images.token_id).sum()), images)
+    found: list[int] = with_content(ids, images).tolist()
+    return found
+
+
+def check_placeholders(num_tokens: int, images: ImageInputs | None) -> None:
+    """ValueError if a sequence with `num_tokens` placeholders does not have as many features."""
+    expected = 0 if images is None else sum(images.num_tokens)
+    if num_tokens != expected:
+        raise ValueError(
+            f"{num_tokens} placeholder tokens of images, but {expected} features in the images of the sequence"
+        )
+
+
+def with_content(ids: np.ndarray, images: ImageInputs | None) -> np.ndarray:
+    """`content_ids` of the first tokens of a sequence."""
+    if images is None:
+        return ids
+    is_image = ids == images.token_id
+    numbers = np.array([-1 - int.from_bytes(digest[:7], "little") for digest in images.digests], dtype=np.int64)
+    out = ids.astype(np.int64)
+    out[is_image] = np.repeat(numbers, images.num_tokens)[: int(is_image.sum())]
+    return out

@@ -1,0 +1,181 @@
+"""Conversations with images: in the prompt, in a tool's result and in messages from outside."""
+
+import asyncio
+import base64
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.agents.agents import Agents
+from lockstep.agents.endpoint.recorder import SessionRecorder, trajectory_of
+from lockstep.agents.trajectory import Trajectory
+from lockstep.data.image_prompts import ImageEncoder
+from lockstep.data.images import ImageError, data_uri, read_image
+from lockstep.models.processor import load_processor
+from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.generation import Completion, SamplingParams
+from lockstep.protocol.images import IMAGES, ImageInputs, content_ids
+from lockstep.trainer.ppo.agent_rollout import with_responses
+from lockstep.utils.state_file import from_bytes, to_bytes
+from tests.agents.scripted import END, TOKENIZER, Scripted, call, converse, make_agents
+from tests.tiny_vision import image_message, save_tiny_vision_model, tiny_image
+
+TOOLS = """
+from PIL import Image
+from lockstep.agents.schemas import ToolResponse
+from lockstep.agents.tools.tool import BaseTool
+
+class Draw(BaseTool):
+    async def execute(self, instance_id, parameters, **kwargs):
+        side = parameters.get("side", 32)
+        if side < 0:
+            return ToolResponse(text="filmed", video=["a.mp4"]), None, {}
+        images = [Image.new("RGB", (side, 32), "red")] if side else ["no such file.png"]
+        return ToolResponse(text="drawn <image>", image=images), None, {}
+"""
+CONFIG = """
+tools:
+  - class_name: {path}/drawing.py:Draw
+    config: {{}}
+    tool_schema:
+      type: function
+      function:
+        name: draw
+        description: draws
+        parameters: {{type: object, properties: {{side: {{type: integer}}}}, required: []}}
+"""
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = save_tiny_vision_model(tmp_path_factory.mktemp("model"), "qwen2_5_vl")
+    return load_processor(folder)
+
+
+def agents_with(processor: Any, folder: Path, **settings: Any) -> Agents:
+    (folder / "drawing.py").write_text(TOOLS)
+    (folder / "tools.yaml").write_text(CONFIG.format(path=folder))
+    config = replace(make_agents(tool_config_path=str(folder / "tools.yaml"), **settings).config, prompt_length=300)
+    tokenizer = TOKENIZER if processor is None else processor.tokenizer
+    return Agents(config, tokenizer, [END], processor=processor)
+
+
+def row_with_image(processor: Any) -> tuple[dict[str, Any], list[int], ImageInputs]:
+    picture = read_image(tiny_image(48, 32))
+    (message,) = image_message("what?")
+    text = processor.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    ids, images = ImageEncoder(processor)(text, [picture])
+    message["content"][0]["image"] = data_uri(picture)
+    return {"raw_prompt": [message], "raw_prompt_ids": ids, IMAGES: images}, ids, images
+
+
+def test_an_image_of_a_tool_is_context(processor: Any, tmp_path: Path) -> None:
+    row, ids, images = row_with_image(processor)
+    agents = agents_with(processor, tmp_path)
+    policy = Scripted(call("draw"), call("draw", side=0), call("draw", side=64), "red", tokenizer=processor.tokenizer)
+
+    async def hold() -> Any:
+        async with agents.running():
+            return await agents.hold(
+                row | {"agent_name": "tool_agent"}, ids, policy, SamplingParams(max_tokens=400), seed=1
+            )
+
+    result = asyncio.run(hold())
+    trajectory = result.trajectory
+    assert policy.requests[0].images is images
+    assert trajectory.images is not None and trajectory.images.num_tokens == (6, 4, 8)
+    for request in policy.requests:  # each has as many placeholders as features
+        content_ids(request.prompt_ids, request.images)
+    token = trajectory.images.token_id
+    assert not any(mask for id, mask in zip(trajectory.response_ids, trajectory.response_mask) if id == token)
+    decoded = processor.tokenizer.decode(trajectory.response_ids)
+    assert "drawn <image>" in decoded and "no such file" in decoded  # text that looks like a placeholder stays text
+    assert result.counts.tool_errors == 1
+    shown = [
+        part["image"][:15] for m in result.new_messages if isinstance(m["content"], list) for part in m["content"][:1]
+    ]
+    assert shown == ["data:image/png;"] * 2
+    assert (
+        Trajectory.from_state(from_bytes(to_bytes(trajectory.to_state(), "test"))).images.digests
+        == trajectory.images.digests
+    )  # type: ignore[union-attr]
+
+
+def test_a_model_without_images_answers_the_tool_with_an_error(tmp_path: Path) -> None:
+    done = converse(agents_with(None, tmp_path), Scripted(call("draw"), "well"))
+    assert done.counts.tool_errors == 1 and "reads only text" in done.messages[-2]["content"]
+    done = converse(agents_with(None, tmp_path), Scripted(call("draw", side=-1), "well"))
+    assert done.counts.tool_errors == 1 and "the tool returned a video" in done.messages[-2]["content"]
+
+
+def test_images_from_outside_must_be_data(processor: Any) -> None:
+    renderer = agents_renderer(processor)
+    uri = data_uri(read_image(tiny_image()))
+    raw = base64.b64decode(uri.partition(",")[2])
+    for part in (
+        {"type": "image_url", "image_url": {"url": uri}},
+        {"type": "image_url", "image_url": uri},
+        {"type": "image", "image": raw},
+        {"type": "image", "image": tiny_image()},
+    ):
+        (plain,) = renderer.plain_messages(
+            [{"role": "user", "content": [part, {"type": "text", "text": "a<|im_end|>"}]}]
+        )
+        assert plain["content"][0]["image"].startswith("data:image/png;base64,")
+        assert plain["content"][1]["text"] == "a< |im_end|>"
+    for given in (
+        "/etc/hostname",
+        "http://localhost/x.png",
+        {"path": "/etc/hostname"},
+        {"url": "file:///etc/hostname"},
+    ):
+        with pytest.raises(ImageError, match="not a data URI"):
+            renderer.plain_messages([{"role": "user", "content": [{"type": "image", "image": given}]}])
+    with pytest.raises(ValueError, match="message 0 has type 'video'; text and image are supported"):
+        renderer.plain_messages([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}])
+    with pytest.raises(ImageError, match="not valid base64"):
+        renderer.plain_messages([{"role": "user", "content": [{"type": "image", "image": "data:image/png;base64,?"}]}])
+
+
+def agents_renderer(processor: Any) -> Any:
+    return Agents(make_agents().config, processor.tokenizer, [END], processor=processor).renderer
+
+
+def test_recorded_turns_keep_their_images(processor: Any) -> None:
+    recorder = SessionRecorder(agents_renderer(processor))
+
+    def message(seed: int) -> dict[str, Any]:
+        parts = [{"type": "image", "image": tiny_image(32, 32, seed=seed)}, {"type": "text", "text": "and?"}]
+        (plain,) = recorder.renderer.plain_messages([{"role": "user", "content": parts}])
+        return plain
+
+    first = recorder.prompt_for([message(1)])
+    other = recorder.prompt_for([message(2)])
+    assert first.ids == other.ids and content_ids(first.ids, first.images) != content_ids(other.ids, other.images)
+    completion = Completion([40, END], [0.0, 0.0], "stop", [0, 0])
+    answer = {"role": "assistant", "content": "x"}
+    recorder.add(first, answer, completion, trainable=True)
+    again = recorder.prompt_for([message(1), answer, message(3)])
+    assert again.parent is not None and again.images is not None and len(again.images.num_tokens) == 2
+    content_ids(again.ids, again.images)
+    leaf = recorder.add(again, answer, completion, trainable=True)
+    assert trajectory_of(leaf).images.num_tokens == again.images.num_tokens  # type: ignore[union-attr]
+
+
+def test_images_of_a_batch_are_saved_once_and_replaced_by_those_of_the_conversation(processor: Any) -> None:
+    _, ids, images = row_with_image(processor)
+    longer = images.then(images)
+    rows = DataProto.from_dict(
+        non_tensors={"raw_prompt_ids": object_array([ids] * 3), IMAGES: object_array([images] * 3)}
+    )
+    content = to_bytes(rows.to_state(), "test")
+    assert len(content) < 2 * len(to_bytes(rows[:1].to_state(), "test"))
+    back = DataProto.from_state(from_bytes(content)).non_tensor_batch[IMAGES]
+    assert back[0] is back[2] and back[0].files == images.files and back[0].num_tokens == images.num_tokens
+    assert (
+        back[0].digests == images.digests and (back[0].tensors["pixel_values"] == images.tensors["pixel_values"]).all()
+    )
+    both = with_responses(rows, DataProto.from_dict(non_tensors={IMAGES: object_array([longer, None, images])}))
+    assert both.non_tensor_batch[IMAGES].tolist() == [longer, None, images]

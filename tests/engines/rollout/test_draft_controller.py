@@ -1,0 +1,108 @@
+"""What the controller chooses, given times and acceptance."""
+
+import numpy as np
+import pytest
+
+from lockstep.engines.rollout.embedded.draft_controller import (
+    PROBE_INTERVAL,
+    USELESS_TOKENS,
+    Acceptance,
+    DraftController,
+    LinearCost,
+)
+
+
+def controller(plain: float = 1.0, fixed: float = 1.0, per_token: float = 0.01, num_rows: int = 1) -> DraftController:
+    """Plain steps take `plain` seconds for any number of rows, the last had `num_rows`; those with drafts `fixed` and
+    `per_token` of each token."""
+    made = DraftController(max_draft_tokens=16, max_tokens=256)
+    for size in (1, 8, 64, 200):
+        made.measure_plain(size, plain)
+    for num_tokens in (2, 16, 64, 256):
+        made.measure_drafted(num_tokens, fixed + per_token * num_tokens)
+    made.measure_plain(num_rows, plain)
+    return made
+
+
+def rows(*rates: float) -> list[Acceptance]:
+    """Acceptance that was measured often enough for the prior not to matter."""
+    return [Acceptance(10_000 * rate, 10_000) for rate in rates]
+
+
+def test_costs_are_a_line() -> None:
+    cost = LinearCost()
+    cost.measure(8, 2.0)
+    assert cost.predict(8) == pytest.approx(2.0)
+    assert 2.0 < cost.predict(16) < 3.0  # a guess
+    for _ in range(50):
+        for size in (4, 16, 64):
+            cost.measure(size, 1.0 + 0.1 * size)
+    np.testing.assert_allclose(cost.predict(np.array([1, 32, 100])), [1.1, 4.2, 11.0], rtol=0.02)
+    cost.measure(16, 1000.0)  # the machine had something else to do
+    assert cost.predict(16) < 1.2 * 2.6
+
+
+def test_more_is_drafted_of_rows_that_are_right_more_often() -> None:
+    lengths = controller().lengths(rows(0.98, 0.6, 0.05), [16, 16, 16])
+    assert lengths[0] == 16 > lengths[1] > lengths[2]
+    assert controller().lengths(rows(0.98, 0.98), [3, 0]) == [3, 0]
+
+
+def test_the_choice_gives_the_most_tokens_per_second() -> None:
+    """Against all pairs of lengths."""
+    made = controller(fixed=1.2, per_token=0.05)
+    rates = (0.9, 0.5)
+    found = made.lengths(rows(*rates), [6, 6])
+
+    def speed(lengths: tuple[int, int]) -> float:
+        tokens = sum(1 + sum(rate**k for k in range(1, n + 1)) for rate, n in zip(rates, lengths))
+        return tokens / (1.2 + 0.05 * (2 + sum(lengths)))
+
+    best = max(((a, b) for a in range(7) for b in range(7)), key=speed)
+    assert speed((found[0], found[1])) == pytest.approx(speed(best), rel=0.02)
+
+
+def test_nothing_is_drafted_if_it_does_not_pay() -> None:
+    slow = controller(fixed=1.0, per_token=1.0)
+    assert slow.lengths(rows(0.9), [16]) == [0]
+    assert not slow.may_pay(rows(0.9), 1)
+    assert controller().may_pay(rows(0.9), 1)
+    assert not controller().may_pay(rows(0.01), 1)
+    assert not controller().may_pay(rows(0.9) * 8, 8)  # such plain steps were not measured lately
+    assert controller(num_rows=8).may_pay(rows(0.9) * 8, 8)
+    assert not controller(num_rows=256).may_pay(rows(0.9) * 256, 256)  # the step is full
+
+
+def test_a_step_never_has_more_tokens_than_allowed() -> None:
+    lengths = controller(per_token=0.0).lengths(rows(*[0.98] * 100), [16] * 100)
+    assert 100 + sum(lengths) <= 256 and max(lengths) <= 16
+
+
+def test_searches_without_result_become_rare_and_probes_come() -> None:
+    made = controller()
+    waits = []
+    for _ in range(6):
+        made.note_search(4, 0, pays=False)
+        waits.append(0)
+        while not made.may_pay(rows(0.9), 1):
+            made.measure_plain(1, 1.0)
+            waits[-1] += 1
+    assert waits == [1, 3, 7, 15, 16, 16]
+    slow = controller(per_token=1.0)
+    for _ in range(PROBE_INTERVAL - 1):  # there was one
+        assert not slow.is_probe(1)
+        slow.measure_plain(1, 1.0)
+    assert slow.is_probe(1) and not slow.is_probe(slow.max_tokens)  # a probe must fit
+
+
+def test_useless_drafts_are_noticed() -> None:
+    made = controller()
+    for _ in range(USELESS_TOKENS):
+        assert not made.is_useless()
+        made.note(Acceptance(), 4, 0)
+    assert made.is_useless()
+    assert not made.is_useless()
+    for _ in range(USELESS_TOKENS):
+        made.note(Acceptance(), 4, 4)
+    assert not made.is_useless()
+    assert made.prior > 0.9

@@ -1,0 +1,112 @@
+import numpy as np
+from hypothesis import given, settings, strategies as st
+
+from lockstep.engines.rollout.embedded.history import (
+    KEY_BYTES,
+    MAX_ANSWERS,
+    MAX_MATCH,
+    MIN_MATCH,
+    START,
+    AnswerHistory,
+    prompt_key,
+)
+from lockstep.protocol.generation import GenerationRequest, SamplingParams
+from lockstep.utils import state_file
+
+tokens = st.lists(st.integers(0, 3), max_size=40)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "little")
+
+
+def lengths(history: AnswerHistory, of: bytes) -> list[int]:
+    """Of the answers that are kept."""
+    return [len(answer) for answer in history._prompts[of].answers] if of in history._prompts else []
+
+
+def naive_draft(answers: list[list[int]], answer: list[int], max_tokens: int) -> list[int]:
+    """Compare the end of `answer` with what precedes every token of every answer."""
+    wanted = [START] * MAX_MATCH + answer
+    longest, best = 0, []
+    for seen in answers:
+        padded = [START] * MAX_MATCH + seen
+        for place in range(MAX_MATCH, len(padded)):
+            equal = 0
+            while equal < MAX_MATCH and padded[place - 1 - equal] == wanted[len(wanted) - 1 - equal]:
+                equal += 1
+            if equal >= longest:
+                longest, best = equal, padded[place : place + max_tokens]
+    return best if longest >= MIN_MATCH else []
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(tokens, max_size=5), tokens, st.integers(1, 8))
+def test_drafts_follow_the_longest_match(answers: list[list[int]], answer: list[int], max_tokens: int) -> None:
+    history = AnswerHistory(1 << 20)
+    for seen in answers:
+        history.add(key(0), seen)
+    assert history.draft(key(0), answer, max_tokens) == naive_draft(answers, answer, max_tokens)
+
+
+def test_drafts_from_running_siblings() -> None:
+    history = AnswerHistory(1 << 20)
+    sibling = [9, 9, 1, 2, 3, 4, 5, 6]
+    history.follow(key(0), 7, sibling, start=2)
+    assert history.draft(key(0), [], 3) == [1, 2, 3]
+    sibling += list(range(100, 140))
+    assert history.draft(key(0), [4, 5, 6], 3) == [100, 101, 102]
+    assert history.draft(key(1), [4, 5, 6], 3) == []
+    history.unfollow(key(0), 7)
+    history.end_step()
+    assert history.draft(key(0), [], 3) == []
+    assert lengths(history, key(0)) == []
+
+
+def test_memory_is_bounded_and_the_least_recently_used_go_first() -> None:
+    history = AnswerHistory(100_000)
+    for number in range(100):
+        history.add(key(number), np.arange(1000))
+        history.add(key(0), np.arange(10))
+        assert history.num_bytes <= 100_000
+    assert lengths(history, key(0))
+    assert lengths(history, key(99)) == [1000]
+    assert lengths(history, key(1)) == []
+    assert len(history) < 25
+
+
+def test_the_latest_answers_are_kept() -> None:
+    history = AnswerHistory(1 << 20)
+    for length in range(MAX_ANSWERS + 5):
+        history.add(key(0), [1] * length)
+    assert lengths(history, key(0)) == list(range(5, MAX_ANSWERS + 5))
+
+
+def test_an_answer_above_the_bound_is_not_kept() -> None:
+    history = AnswerHistory(1000)
+    history.add(key(0), [1] * 1000)
+    assert history.num_bytes == 0
+    assert history.draft(key(0), [1, 1, 1], 4) == []
+
+
+def test_state_survives_a_round_trip() -> None:
+    history = AnswerHistory(1 << 20)
+    history.add(key(0), [1, 2, 3, 4])
+    history.add(key(1), [])
+    history.add(key(0), [5, 6, 7, 8])
+    again = AnswerHistory(1 << 20)
+    for _ in range(2):  # the second time nothing is new
+        again.add_state(state_file.from_bytes(state_file.to_bytes(history.state_dict(), "history")))
+    assert lengths(again, key(0)) == [4, 4]
+    assert again.num_bytes == history.num_bytes
+    assert again.draft(key(0), [5, 6], 4) == [7, 8]
+    again.clear()
+    again.add_state(AnswerHistory(0).state_dict())
+    assert len(again) == 0
+
+
+def test_keys_tell_prompts_apart() -> None:
+    first, second = (GenerationRequest(ids, SamplingParams()) for ids in ([1, 2], [1, 3]))
+    assert len(prompt_key(first)) == KEY_BYTES
+    assert prompt_key(first) != prompt_key(second)
+    assert prompt_key(first) == prompt_key(GenerationRequest([1, 2], SamplingParams(temperature=0.5), seed=3))

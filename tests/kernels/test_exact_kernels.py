@@ -1,0 +1,79 @@
+"""The exact product and attention: right numbers, and rows that do not depend on each other. On CUDA to the bit."""
+
+import pytest
+import torch
+
+from tests.kernels.kernel_device import kernel_device
+
+DEVICE = kernel_device()
+
+from lockstep.kernels.exact_attention import attend  # noqa: E402
+from lockstep.kernels.exact_product import product  # noqa: E402
+from lockstep.models.attention import eager_attention  # noqa: E402
+from lockstep.models.layer_options import LayerOptions  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width, columns", [(64, 96), (200, 33), (896, 1152)])
+def test_product(width: int, columns: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(150, width, device=DEVICE).to(dtype)
+    weight = torch.randn(columns, width, device=DEVICE).to(dtype)
+    many = product(x, weight, torch.float32)
+    expected = x.double() @ weight.double().t()
+    torch.testing.assert_close(many.double(), expected, rtol=1e-4, atol=1e-4 * width**0.5)
+    assert torch.equal(product(x, weight, dtype), many.to(dtype))
+    order = torch.randperm(len(x), device=DEVICE)
+    assert torch.equal(product(x[order], weight, torch.float32), many[order])
+    for few in (slice(3, 4), slice(10, 27), slice(0, 90)):
+        assert torch.equal(product(x[few], weight, torch.float32), many[few])
+
+
+OPTIONS = {
+    "plain": LayerOptions(0.2),
+    "window": LayerOptions(0.2, sliding_window=20),
+    "chunk": LayerOptions(0.2, chunk=48),
+    "softcap": LayerOptions(0.2, softcap=5.0),
+    "sinks": LayerOptions(0.2, sinks=torch.linspace(-1, 3, 6, device=DEVICE)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_attention(options: LayerOptions, dtype: torch.dtype) -> None:
+    """Gathered keys against the reference; single queries over blocks of a cache against the gathered keys."""
+    torch.manual_seed(0)
+    num_heads, key_heads, dim, length = 6, 2, 24, 151
+    query = torch.randn(2, num_heads, 37, dim, device=DEVICE).to(dtype)
+    key, value = (torch.randn(2, key_heads, length, dim, device=DEVICE).to(dtype) for _ in range(2))
+    positions = torch.stack([torch.arange(37) + first for first in (length - 37, 50)]).to(DEVICE)
+    settings = {
+        "key_heads": key_heads,
+        "value_dim": dim,
+        "scale": options.scaling,
+        "window": options.sliding_window,
+        "chunk": options.chunk,
+        "softcap": options.softcap,
+        "sinks": options.sinks,
+    }
+    rows = torch.arange(2, device=DEVICE, dtype=torch.int32)
+    out = attend(query, (key, value), rows[:, None], rows, positions, block_size=length, **settings)
+    expected = eager_attention(query.float(), key.float(), value.float(), positions, options).transpose(1, 2)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
+
+    size = 16
+    tables = torch.randperm(20, device=DEVICE).view(2, 10).int()
+    stores = []
+    for gathered in (key, value):
+        padded = torch.nn.functional.pad(gathered, (0, 0, 0, 160 - length)).unflatten(2, (10, size))
+        store = torch.zeros(20, key_heads, size, dim, device=DEVICE, dtype=dtype)
+        store[tables.flatten().long()] = padded.transpose(1, 2).flatten(0, 1)
+        stores.append(store.flatten(0, 1))
+    for place in (0, 17, 36):
+        one = query[:, :, place : place + 1]
+        found = attend(one, tuple(stores), tables, rows, positions[:, place, None], block_size=size, **settings)
+        assert torch.equal(found[:, 0], out[:, place])
