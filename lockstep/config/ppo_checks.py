@@ -268,8 +268,10 @@ def _exact(values: Values) -> Iterator[Problem]:
     needs: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         (f"{_ROLLOUT}.name", ("embedded",), "only the embedded engine computes with the trainer's own layers"),
         (f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), "other engines have layers of their own"),
+        (f"{_REF}.strategy", ("fsdp", "fsdp2"), "other engines have layers of their own"),
         (f"{_ROLLOUT}.tensor_model_parallel_size", (1,), "sums over ranks have another order"),
         (f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), "attention split over ranks is not exact"),
+        (f"{_REF}.ulysses_sequence_parallel_size", (1,), "attention split over ranks is not exact"),
         (f"{_ROLLOUT}.calculate_log_probs", (True,), "it is about the rollout's log-probs"),
         (f"{_ROLLOUT}.enable_rollout_routing_replay", (False,), "models with experts are not exact"),
     )

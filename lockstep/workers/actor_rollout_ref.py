@@ -263,8 +263,6 @@ class ActorRolloutRefWorker(WeightSyncWorker):
         With experts, as `actor.router_replay` says: `routed_experts` of R2, or `route_mismatch` to those of the rollout.
         """
         more: dict[str, Any] = {"with_entropy": True, "with_sum_pi_squared": self.config.actor.calculate_sum_pi_squared}
-        if self.config.rollout.exact:
-            more["exact"] = True
         if (mode := self.config.actor.router_replay.mode) == "R2":
             more["routes"] = "record"
         elif "routed_experts" in data.tensors:
@@ -300,6 +298,8 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             sizes.log_prob_use_dynamic_bsz,
             sizes.log_prob_max_token_len_per_gpu,
         )
+        if self.config.rollout.exact:
+            options["exact"] = True
         engine.onload()
         out = engine.forward(with_images(data), micro, temperature=self._temperature, **options)
         engine.offload()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.demo.model import make_model_folder
+from tests.tiny import save_tiny_model, write_rows
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -52,6 +53,22 @@ def test_drafts_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.slow
+def test_a_learning_run_with_drafts_has_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny_model(tmp_path / "model")
+    write_rows(tmp_path / "train.parquet", 2)
+    main = runpy.run_path(str(BENCHMARKS / "history_learning.py"))["main"]
+    sizes = (
+        "--prompts 2 --batch 2 --samples 2 --epochs 2 --new-tokens 16 --exact --device cpu data.max_prompt_length=40"
+    )
+    places = (
+        f"--model {tmp_path}/model --data {tmp_path}/train.parquet --out {tmp_path}/out --json {tmp_path}/found.json"
+    )
+    main([*places.split(), *sizes.split()])
+    first, second = json.loads((tmp_path / "found.json").read_text())["epochs"]
+    assert first["same"] == second["same"] == 1 and first["plain_s"] > 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("| 2 |")
+
+
 def test_replay_leaves_no_gap_in_float32(capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(BENCHMARKS / "router_replay.py"))["main"]
     assert main(["--layers", "2", "--experts", "8", "--top-k", "2", "--prompts", "4", "--tokens", "8"]) == 0

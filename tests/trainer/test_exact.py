@@ -60,6 +60,19 @@ def test_no_bit_differs(settings: list[str], overrides: list[str], tmp_path: Pat
         assert "timing_s/old_log_prob" not in step
 
 
+def test_the_reference_of_an_unchanged_policy(overrides: list[str], tmp_path: Path) -> None:
+    """It has the policy's log-probs, in other micro-batches too."""
+    micro = [
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=false",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+    ]
+    actor = "actor_rollout_ref.actor"
+    one_update = [f"{actor}.use_kl_loss=true", f"{actor}.kl_loss_type=abs", f"{actor}.ppo_mini_batch_size=4"]
+    assert main([*overrides, *GRPO, *micro, *one_update, "trainer.total_training_steps=1"]) == 0
+    (step,) = steps_of(tmp_path / "run")
+    assert step["actor/kl_loss"] == 0 and step["actor/grad_norm"] > 0
+
+
 def responses(folder: Path) -> dict[int, list[str]]:
     """The responses of each step, in an order that does not depend on the workers."""
     return {
