@@ -214,8 +214,9 @@ def test_death_is_reported_before_the_errors_it_causes(ray_cluster: None) -> Non
             os._exit(1)
 
     first, second = (ray.remote(Peer).options(num_cpus=0).remote() for _ in range(2))
-    with pytest.raises(ConnectionError):
-        futures.RayFuture(first.lose_connection.remote(), "rank 0").get()
+    for peer in (first, second):  # both processes have started
+        with pytest.raises(ConnectionError):
+            futures.RayFuture(peer.lose_connection.remote(), "rank 0").get()
     calls = [
         futures.RayFuture(first.lose_connection.remote(), "rank 0"),
         futures.RayFuture(second.die.remote(), "rank 1"),
