@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.kernels.exact import depends_on_other_rows
-from lockstep.kernels.ops import HALF, is_plain, linear_and_adapter
+from lockstep.kernels.linear import is_plain, linear_and_adapter
+from lockstep.kernels.ops import HALF
 from lockstep.kernels.packed import packed
 from lockstep.models.decoder import decoder_of
 from lockstep.models.decoder_layer import DecoderLayer
