@@ -1,4 +1,4 @@
-"""Time of a whole GRPO step, measured from the user's command: Lockstep beside TRL, one after the other on this machine.
+"""Time of a whole GRPO step, measured from the user's command: Lockstep and TRL, one after the other on this machine.
 
     python benchmarks/grpo_step.py [--shape 0.5b --prompts 32 --samples 8 --prompt-tokens 256 --new-tokens 256]
                                    [--peer trl --peer trl+vllm --peer-python .trl/bin/python] [--json out.json]

@@ -28,7 +28,7 @@ def check_exact(model: Any) -> None:
         culprit = "its attention gives a query"
     if culprit is not None:
         raise ValueError(
-            f"{_KEY}=true is not possible on this machine: {culprit} another result beside others; set {_KEY}=false"
+            f"{_KEY}=true is not possible on this machine: {culprit} another result in another batch; set {_KEY}=false"
         )
 
 
