@@ -18,34 +18,11 @@ from typing import Any
 
 import torch
 from shapes import BFLOAT16_MASTERS, SHAPES, shape_config
-from tensordict import TensorDict
-from torch import Tensor
-from train_step import Task
+from training_task import Task, fsdp_engine, synchronize
 
-from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train.audit import ReferenceAudit, UpdateAudit
-from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.train_engine import MicroBatching
-from lockstep.models.attention import ATTENTION_NAME
-from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.model_check import check_batch
-from lockstep.models.packed_weights import pack_weights
-from lockstep.models.token_models import PolicyModel
-
-
-def engine_of(task: Task, *, trained: bool) -> FsdpEngine:
-    model = task.model(task.master if trained else task.dtype, ATTENTION_NAME)
-    install_decoder_layers(model)
-    pack_weights(model)
-    return FsdpEngine(
-        PolicyModel(model),
-        FSDPEngineConfig(),
-        FSDPOptimizerConfig() if trained else None,
-        device=task.device,
-        compute_dtype=task.dtype,
-        packed=True,
-        gradient_checkpointing=task.checkpointing,
-    )
 
 
 class Timer:
@@ -56,33 +33,24 @@ class Timer:
         self.seconds: dict[str, list[float]] = {}
 
     def __call__(self, name: str, call: Callable[[], Any]) -> Any:
-        self._wait()
+        synchronize(self._device)
         start = time.perf_counter()
         result = call()
-        self._wait()
+        synchronize(self._device)
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
         return result
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
 
 def measure(task: Task, updates: int) -> dict[str, Any]:
-    engine, timed = engine_of(task, trained=True), Timer(task.device)
+    engine, timed = fsdp_engine(task), Timer(task.device)
     audit = UpdateAudit(engine, task.dtype, task.device, clip_grad=1.0)
     module = engine.rollout_module()
-    batch, total, micro = task.batch(), task.num_tokens / 2, MicroBatching()
-
-    def loss(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        value = -(outputs["log_probs"] * rows["advantages"]).sum() / total
-        return value, {"loss": value.detach()}
-
+    batch, micro = task.batch(), MicroBatching()
     levels = {"weights": "stop"}
     for number in range(updates):
         timed("begin", lambda: audit.begin(levels, 1))
-        timed("split", lambda: audit.check_split(batch, loss, micro))
-        timed("gradient of the update", lambda: engine.forward_backward(batch, loss, micro))
+        timed("split", lambda: audit.check_split(batch, task.loss, micro))
+        timed("gradient of the update", lambda: engine.forward_backward(batch, task.loss, micro))
         timed("optimizer step", lambda: audit.optimizer_step(expects_gradient=True))
         engine.schedule_step()
         timed("end", audit.end)
@@ -100,7 +68,7 @@ def measure(task: Task, updates: int) -> dict[str, Any]:
 
 
 def measure_reference(task: Task) -> dict[str, Any]:
-    reference, timed = engine_of(replace(task, checkpointing=False), trained=False), Timer(task.device)
+    reference, timed = fsdp_engine(replace(task, checkpointing=False), trained=False), Timer(task.device)
     checks, rows = ReferenceAudit(reference, task.dtype, has_own_weights=True), check_batch(task.config.vocab_size)
     for _ in range(2 * checks.EVERY + 1):
         timed("reference", lambda: checks.check({}, rows))

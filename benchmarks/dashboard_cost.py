@@ -22,38 +22,21 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from lockstep.demo import reward
-from lockstep.demo.model import make_model_folder
-from lockstep.demo.task import split_problems, write_rows
+from demo_run import make_files
 
 WARM_UP_STEPS = 5
+SETTINGS = [
+    "actor_rollout_ref.rollout.n=8",
+    "trainer.val_before_train=false",
+    "trainer.test_freq=-1",
+    "trainer.save_freq=-1",
+    "trainer.logger=[]",
+]
 PANELS = {
     "time": ("/api/runs", "/api/timeline", "/api/time", "/api/memory"),
     "curves": ("/api/runs", "/api/metrics", "/api/curve?metric=critic/score/mean"),
 }
 """Panel -> what its page asks for after a step."""
-
-
-def make_files(folder: Path) -> list[str]:
-    """Write a model and data; return the overrides of a run on them."""
-    make_model_folder(folder / "model", seed=0)
-    problems, _ = split_problems(seed=0)
-    write_rows(folder / "train.parquet", problems, "train")
-    return [
-        f"data.train_files={folder}/train.parquet",
-        "data.train_batch_size=16",
-        "data.max_prompt_length=32",
-        "data.max_response_length=16",
-        "actor_rollout_ref.rollout.n=8",
-        f"actor_rollout_ref.model.path={folder}/model",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-        f"custom_reward_function.path={reward.__file__}",
-        "trainer.device=cpu",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
-        "trainer.logger=[]",
-    ]
 
 
 def train(overrides: list[str], run: Path, steps: int) -> list[float]:
@@ -137,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     busy = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        overrides = make_files(folder)
+        overrides = [*make_files(folder), *SETTINGS]
         for repeat in range(options.repeats):
             order = ("without", "with") if repeat % 2 == 0 else ("with", "without")
             for kind in order:

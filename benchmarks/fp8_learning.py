@@ -1,4 +1,4 @@
-"""Learning curves of rollouts in 8 bits beside those in the trainer's precision: the demo's sums, GRPO, on the CPU or a GPU.
+"""Learning curves with rollouts in 8 bits and in the trainer's precision: the demo's sums, GRPO, on the CPU or a GPU.
 
     python benchmarks/fp8_learning.py [--seeds 1 2 3] [--steps 60] [--device cpu] [--out outputs/fp8_learning]
 

@@ -1,4 +1,4 @@
-"""Time of a whole GRPO step, measured from the user's command: Lockstep beside TRL, one after the other on this machine.
+"""Time of a whole GRPO step, measured from the user's command: Lockstep and TRL, one after the other on this machine.
 
     python benchmarks/grpo_step.py [--shape 0.5b --prompts 32 --samples 8 --prompt-tokens 256 --new-tokens 256]
                                    [--peer trl --peer trl+vllm --peer-python .trl/bin/python] [--json out.json]
@@ -31,7 +31,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from peers import Figures, finish, in_turn, medians, run_script
+from peers import TRL_START, Figures, finish, in_turn, medians, run_command, run_script
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES, shape_config
@@ -49,30 +49,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return random.random()
 """
 
-TRL = """
-import json, random, sys, time
-start = time.time()
-options = json.loads(sys.argv[1])
-import torch
+TRL = (
+    TRL_START
+    + """
+import random
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
-
-ends = []
-
-class Clock(TrainerCallback):
-    def on_train_begin(self, *args, **kwargs):
-        self.begin = time.time()
-
-    def on_step_end(self, *args, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        ends.append(time.time())
 
 def reward(completions, **kwargs):
     return [random.random() for text in completions]
 
-cuda = torch.cuda.is_available()
 rows = options["prompts"] * options["samples"]
 vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=options["max_length"])
 settings = vllm if options["vllm"] else {}
@@ -114,6 +101,7 @@ trainer.train()
 peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
 print("RESULT", json.dumps({"start": start, "begin": clock.begin, "ends": ends, "peak_gb": peak}))
 """
+)
 
 
 def make_model(folder: Path, shape: str) -> None:
@@ -179,17 +167,9 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
         f"actor_rollout_ref.rollout.n={args.samples}",
         f"actor_rollout_ref.rollout.max_num_seqs={args.prompts * args.samples}",
         f"custom_reward_function.path={folder}/reward.py",
-        f"trainer.total_training_steps={args.steps}",
-        "trainer.total_epochs=1000",
-        "trainer.save_freq=0",
-        f"trainer.default_local_dir={folder}/run",
-        *args.overrides,
     ]
     start = time.time()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the Lockstep run failed:\n{done.stdout[-4000:]}")
-    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = run_command(command, folder / "run", args)
     steady = steps[2:] or steps
     times = {name: statistics.median(s[name] for s in steady) for name in steady[0] if name.startswith("timing_s/")}
     first_s = steps[0]["timing_s/step"]

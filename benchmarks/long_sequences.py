@@ -1,4 +1,4 @@
-"""GRPO on responses of 32k tokens, on one GPU: time of generation and update, and peak memory beside the plan's.
+"""GRPO on responses of 32k tokens, on one GPU: time of generation and update, measured and planned peak memory.
 
     python benchmarks/long_sequences.py [--run 1.5b --run 7b-lora] [--peer trl+vllm --peer-python .trl/bin/python]
                                         [--steps 1] [--json out.json] [key=value ...]

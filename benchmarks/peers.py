@@ -14,9 +14,47 @@ from rich.console import Console
 
 Figures = dict[str, float]
 
+TRL_START = """
+import json, sys, time
+start = time.time()
+options = json.loads(sys.argv[1])
+import torch
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+cuda = torch.cuda.is_available()
+ends = []
+
+class Clock(TrainerCallback):
+    def on_train_begin(self, *args, **kwargs):
+        self.begin = time.time()
+
+    def on_step_end(self, *args, **kwargs):
+        if cuda:
+            torch.cuda.synchronize()
+        ends.append(time.time())
+"""
+"""First lines of a script for `run_script` that trains with TRL: its options, and a callback that notes when steps end."""
+
 
 class PeerError(Exception):
     """A peer's run failed; the message is the end of its output."""
+
+
+def run_command(command: Sequence[str], run: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Metrics of each step of a Lockstep run in the folder `run`. args: its steps and overrides."""
+    settings = [
+        f"trainer.total_training_steps={args.steps}",
+        "trainer.total_epochs=1000",
+        "trainer.save_freq=0",
+        f"trainer.default_local_dir={run}",
+        *args.overrides,
+    ]
+    done = subprocess.run(
+        [*command, *settings], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"the Lockstep run failed:\n{done.stdout[-4000:]}")
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def run_script(python: str, script: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -23,7 +23,6 @@ import math
 import random
 import statistics
 import string
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +30,7 @@ from pathlib import Path
 
 import torch
 from grpo_step import make_model_in_subprocess
-from peers import Figures, finish, in_turn, medians, run_script
+from peers import TRL_START, Figures, finish, in_turn, medians, run_command, run_script
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES
@@ -44,24 +43,13 @@ TEMPLATE = (
 )
 """The `generation` block marks the assistant's tokens, which TRL needs to train on them alone."""
 
-TRL = """
-import json, sys, time
-start = time.time()
-options = json.loads(sys.argv[1])
-import torch
+TRL = (
+    TRL_START
+    + """
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-ends = []
-
-class Clock(TrainerCallback):
-    def on_step_end(self, *args, **kwargs):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        ends.append(time.time())
-
-cuda = torch.cuda.is_available()
 arguments = SFTConfig(
     output_dir=options["output"],
     per_device_train_batch_size=options["micro"],
@@ -104,6 +92,7 @@ peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
 per_step = [sum(sizes[i : i + options["accumulation"]]) for i in range(0, len(sizes), options["accumulation"])]
 print("RESULT", json.dumps({"ends": ends, "tokens": per_step[: len(ends)], "peak_gb": peak}))
 """
+)
 
 
 def write_rows(path: Path, model: Path, args: argparse.Namespace) -> list[int]:
@@ -136,17 +125,9 @@ def run_lockstep(folder: Path, model: Path, rows: Path, args: argparse.Namespace
         "data.truncation=right",
         f"data.max_token_len_per_gpu={args.budget}",
         "optim.lr=1e-6",
-        f"trainer.total_training_steps={args.steps}",
-        "trainer.total_epochs=1000",
-        "trainer.save_freq=0",
-        f"trainer.default_local_dir={folder}/run",
-        *args.overrides,
     ]
     start = time.time()
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"the Lockstep run failed:\n{done.stdout[-4000:]}")
-    steps = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = run_command(command, folder / "run", args)
     peak = steps[-1].get("perf/max_memory_allocated_gb", 0.0) * 2**30 / 1e9
     return figures([s["time"] for s in steps], [s["train/global_tokens"] for s in steps], start, peak)
 

@@ -19,34 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 
+from demo_run import make_files
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.demo import reward
-from lockstep.demo.model import make_model_folder
-from lockstep.demo.task import split_problems, write_rows
-
 MODELS_LOADED = "output folder:"
 FIRST_STEP = "step 1/"
-
-
-def make_files(folder: Path) -> list[str]:
-    """Write a model and data; return the overrides of a run on them."""
-    make_model_folder(folder / "model", seed=0)
-    problems, _ = split_problems(seed=0)
-    write_rows(folder / "train.parquet", problems, "train")
-    return [
-        f"data.train_files={folder}/train.parquet",
-        "data.train_batch_size=16",
-        "data.max_prompt_length=32",
-        "data.max_response_length=16",
-        f"actor_rollout_ref.model.path={folder}/model",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-        f"custom_reward_function.path={reward.__file__}",
-        "algorithm.adv_estimator=gae",
-        "trainer.device=cpu",
-        "trainer.total_training_steps=3",
-    ]
+SETTINGS = ["algorithm.adv_estimator=gae", "trainer.total_training_steps=3"]
 
 
 def measure(overrides: list[str], folder: Path) -> dict[str, float]:
@@ -80,7 +59,7 @@ def main() -> None:
     times: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        overrides = make_files(folder)
+        overrides = [*make_files(folder), *SETTINGS]
         for repeat in range(args.repeats):
             for i, (side, more) in enumerate(sides.items()):
                 times[side].append(measure([*overrides, *more], folder / f"run-{repeat}-{i}"))

@@ -10,19 +10,15 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, replace
 
 import torch
 from rich.console import Console
-from shapes import SHAPES, shape_config
-from tensordict import TensorDict
-from torch import Tensor
-from train_step import Task, free, lockstep_step, measure, print_kernels
+from training_task import Task, add_task_arguments, engine_step, free, fsdp_step, measure, print_kernels, task_of
 
 from lockstep.config.megatron import McoreEngineConfig
 from lockstep.config.model import FSDPOptimizerConfig, HFModelConfig
-from lockstep.engines.train import EngineModel, MicroBatching, create_train_engine
+from lockstep.engines.train import EngineModel, create_train_engine
 
 
 def megatron_step(task: Task) -> Callable[[], float]:
@@ -39,50 +35,23 @@ def megatron_step(task: Task) -> Callable[[], float]:
             optim=FSDPOptimizerConfig(),
         )
         engine = create_train_engine("megatron", spec, task.device)
-    batch, total = task.batch(), task.num_tokens / 2
-
-    def loss(outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        value = -(outputs["log_probs"] * rows["advantages"]).sum() / total
-        if task.entropy:
-            value = value - 0.001 * outputs["entropy"].sum() / total
-        return value, {"loss": value.detach()}
-
-    def step() -> float:
-        metrics = engine.forward_backward(batch, loss, MicroBatching(), with_entropy=task.entropy)
-        engine.optimizer_step()
-        return metrics["loss"]
-
-    return step
+    return engine_step(task, engine)
 
 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b" if on_gpu else "tiny")
-    parser.add_argument("--tokens", type=int, default=16384 if on_gpu else 1024)
-    parser.add_argument("--length", type=int, default=512 if on_gpu else 128, help="tokens per row")
+    add_task_arguments(parser, shape="1.5b")
     parser.add_argument("--steps", type=int, default=10, help="timed steps")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations in the backward pass")
     parser.add_argument("--entropy", action="store_true", help="with an entropy bonus in the loss")
     parser.add_argument("--only", choices=["fsdp", "megatron"], help="run only one engine")
-    parser.add_argument("--peak-tflops", type=float, default=790.0, help="peak matmul throughput, for MFU")
     parser.add_argument("--profile", action="store_true", help="print Megatron's longest kernels")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
 
     device = torch.device("cuda" if on_gpu else "cpu")
-    task = Task(
-        config=shape_config(args.shape, rope_theta=1e6),
-        rows=args.tokens // args.length,
-        length=args.length,
-        device=device,
-        dtype=torch.bfloat16 if on_gpu else torch.float32,
-        master=torch.float32,
-        checkpointing=args.checkpointing,
-        entropy=args.entropy,
-    )
+    task = replace(task_of(args, device, entropy=args.entropy), master=torch.float32)
     console = Console(width=120)
-    makers = {"fsdp": lockstep_step, "megatron": megatron_step}
+    makers = {"fsdp": fsdp_step, "megatron": megatron_step}
     results = []
     for name, make in makers.items():
         if args.only in (None, name):

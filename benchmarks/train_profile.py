@@ -16,16 +16,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from shapes import BFLOAT16_MASTERS, SHAPES, shape_config
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
-from train_step import Task, lockstep_engine, lockstep_step
+from training_task import Task, add_task_arguments, engine_step, fsdp_engine, synchronize, task_of
 
 from lockstep.engines.train.train_engine import MicroBatching
 
@@ -76,10 +74,8 @@ def work_of(task: Task, num_recomputed: int) -> dict[str, float]:
     head = 2 * task.config.vocab_size * task.config.hidden_size * task.num_tokens / 2
     return {
         "products": 2 * task.layer_weights * task.num_tokens * (forwards + 2),
-        "attention": 2
-        * task.scores
-        * task.num_tokens
-        * (forwards + 2.5),  # its backward has five products, its forward two
+        # the backward of attention has five products, its forward two
+        "attention": 2 * task.scores * task.num_tokens * (forwards + 2.5),
         "log-prob head": 3 * head,
     }
 
@@ -113,54 +109,34 @@ def parts_of(events: Iterable[Any], wall_ms: float, on_gpu: bool) -> list[Part]:
     return [*parts, Part(GAPS, max(0.0, wall_ms - max(busy, attributed)), 0)]
 
 
-def profiled(step: Callable[[], float], on_gpu: bool) -> tuple[list[Any], float]:
+def profiled(step: Callable[[], float], device: torch.device) -> tuple[list[Any], float]:
     """The events of one step, and its milliseconds without the profiler."""
-
-    def wait() -> None:
-        if on_gpu:
-            torch.cuda.synchronize()
-
     for _ in range(2):
         step()
-    wait()
+    synchronize(device)
     started = time.perf_counter()
     step()
-    wait()
+    synchronize(device)
     wall_ms = (time.perf_counter() - started) * 1e3
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities) as profiler:
         step()
-        wait()
+        synchronize(device)
     return list(profiler.events()), wall_ms
 
 
 def main(argv: list[str] | None = None) -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="1.5b" if on_gpu else "tiny")
-    parser.add_argument("--tokens", type=int, default=16384 if on_gpu else 512)
-    parser.add_argument("--length", type=int, default=512 if on_gpu else 128, help="tokens per row")
+    add_task_arguments(parser, shape="1.5b", cpu_tokens=512)
     parser.add_argument("--micro", type=int, default=1, help="micro-batches of the step")
-    parser.add_argument("--checkpointing", action="store_true", help="recompute activations that do not fit")
-    parser.add_argument("--peak-tflops", type=float, default=790.0, help="peak of the device's matrix products")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if on_gpu else "cpu")
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    task = Task(
-        config=shape_config(args.shape, rope_theta=1e6),
-        rows=args.tokens // args.length,
-        length=args.length,
-        device=device,
-        dtype=dtype,
-        master=dtype if args.shape in BFLOAT16_MASTERS else torch.float32,
-        checkpointing=args.checkpointing,
-        entropy=False,
-    )
-    engine = lockstep_engine(task)
+    task = task_of(args, device)
+    engine = fsdp_engine(task)
     engine.optimizer_step = record_function("optimizer_step")(engine.optimizer_step)  # type: ignore[method-assign]
     micro = MicroBatching(num_rows=max(1, task.rows // args.micro))
-    events, wall_ms = profiled(lockstep_step(task, engine, micro), on_gpu)
+    events, wall_ms = profiled(engine_step(task, engine, micro), device)
     num_recomputed = 0 if engine.checkpointing is None else engine.checkpointing.num_checkpointed
     parts = parts_of(events, wall_ms, on_gpu)
     for part in parts:

@@ -248,8 +248,8 @@ class HistoryDraftsConfig:
     max_draft_tokens: PositiveInt = 16
     """Most draft tokens of a sequence per decode step."""
     max_memory_mb: PositiveInt = 256
-    """Host memory for the answers of a worker, in MiB; those of the prompts that were used least recently are dropped first. They
-    are saved with checkpoints."""
+    """Host memory for a worker's answers and their search index, in MiB; the prompts that were used least recently are dropped
+    first. Answers are saved with checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -267,8 +267,8 @@ def _exact(values: Values) -> Iterator[Problem]:
         return
     needs: tuple[tuple[str, tuple[Any, ...], str], ...] = (
         (f"{_ROLLOUT}.name", ("embedded",), "only the embedded engine computes with the trainer's own layers"),
-        (f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), "other engines have layers of their own"),
-        (f"{_REF}.strategy", ("fsdp", "fsdp2"), "other engines have layers of their own"),
+        (f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), "other engines have their own layers"),
+        (f"{_REF}.strategy", ("fsdp", "fsdp2"), "other engines have their own layers"),
         (f"{_ROLLOUT}.tensor_model_parallel_size", (1,), "sums over ranks have another order"),
         (f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), "attention split over ranks is not exact"),
         (f"{_REF}.ulysses_sequence_parallel_size", (1,), "attention split over ranks is not exact"),

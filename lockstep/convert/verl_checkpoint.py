@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals, safe_globals
 
 from lockstep.engines.train.shard_reader import DAMAGE
-from lockstep.kernels.ops import Adapter
+from lockstep.kernels.linear import Adapter
 from lockstep.models.lora import merged
 from lockstep.utils.model_path import ADAPTER_CONFIG, ADAPTER_FOLDER
 

@@ -42,8 +42,8 @@ R = TypeVar("R")
 def place_images(messages: Sequence[Mapping[str, Any]], images: Sequence[Any] | None) -> list[Message]:
     """The messages with a part `{"type": "image", "image": …}` for each image, and text elsewhere.
 
-    Each `<image>` in a text, and each image part without an image of its own, takes the next one of `images`. ValueError if they
-    are not as many. Messages without images stay as they are.
+    Each `<image>` in a text, and each image part without its own image, takes the next one of `images`. ValueError if their
+    numbers differ. Messages without images stay as they are.
     """
     left = list(images or ())
     given, num_placeholders = len(left), 0

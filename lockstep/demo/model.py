@@ -1,5 +1,6 @@
 """The demo's model folder: a Qwen2 model with random weights and a character-level tokenizer."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,22 +26,26 @@ def make_tokenizer(phrases: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
     phrases: texts that are one token each.
     """
-    special = [PAD, USER, ASSISTANT, END, UNKNOWN, TOOL]
-    vocabulary = {token: i for i, token in enumerate([*special, *CHARACTERS])}
+    tokenizer = word_tokenizer(CHARACTERS, [TOOL], CHAT_TEMPLATE)
+    tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
+    return tokenizer
+
+
+def word_tokenizer(words: Sequence[str], special: Sequence[str], chat_template: str) -> PreTrainedTokenizerFast:
+    """One token per word; any other character is unknown. special: further special tokens."""
+    vocabulary = {token: i for i, token in enumerate([PAD, USER, ASSISTANT, END, UNKNOWN, *special, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, words), "."])), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
         unk_token=UNKNOWN,
-        additional_special_tokens=[USER, ASSISTANT, TOOL],
+        additional_special_tokens=[USER, ASSISTANT, *special],
         clean_up_tokenization_spaces=False,
+        chat_template=chat_template,
     )
-    fast.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
 
 
 def make_model_folder(folder: Path, seed: int, phrases: Sequence[str] = (), **changes: Any) -> int:

@@ -1,10 +1,8 @@
 """The demo's vision-language model: Qwen2.5-VL with random weights, one token per kind of shape and per cell of a picture."""
 
-import re
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -13,7 +11,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from lockstep.demo.model import ASSISTANT, END, PAD, UNKNOWN, USER
+from lockstep.demo.model import word_tokenizer
 from lockstep.demo.shapes import CELL, COLORS, EMPTY, FORMS, NUM_CELLS
 from lockstep.models.processor import images_only
 
@@ -33,21 +31,7 @@ CHAT_TEMPLATE = (
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """`How many red squares?` is three tokens, ` red square` the same one as in an answer: they learn faster than words would."""
-    special = [PAD, USER, ASSISTANT, END, UNKNOWN, IMAGE, VIDEO, VISION_START, VISION_END]
-    vocabulary = {token: i for i, token in enumerate([*special, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, WORDS), "."])), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[USER, ASSISTANT, IMAGE, VIDEO, VISION_START, VISION_END],
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
+    return word_tokenizer(WORDS, [IMAGE, VIDEO, VISION_START, VISION_END], CHAT_TEMPLATE)
 
 
 def make_vision_model_folder(folder: Path, seed: int) -> int:

@@ -1,7 +1,7 @@
 """Exact mode: the result of a row does not depend on the other rows, whatever batch it is computed in.
 
 A matrix product chooses its kernel, and so the order in which it sums, by the number of rows; attention by the number of queries
-and keys. Here every row meets the same kernel: on the CPU products are computed `TILE` rows at a time, the last tile padded; on
+and keys. Here the same kernel computes every row: on the CPU products are computed `TILE` rows at a time, the last tile padded; on
 CUDA by `kernels/exact_product.py`. Norms, rotary embedding, activations and softmax are computed row by row anyway.
 
 Only the forward is exact. Gradients are the usual ones.
@@ -28,7 +28,7 @@ def is_exact() -> bool:
 
 
 class exact_mode:
-    """Products and attention are exact inside, or are not."""
+    """Turns exact products and attention on or off inside."""
 
     def __init__(self, on: bool) -> None:
         self.on = on
@@ -63,7 +63,7 @@ def exact_product(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -
 
 @torch.no_grad()
 def depends_on_other_rows(weights: Iterable[Tensor]) -> tuple[int, ...] | None:
-    """The shape of a weight whose product gives a row another result at another place or beside other rows; None if there is none.
+    """The shape of a weight whose product gives a row another result at another place or with other rows; None if there is none.
 
     Libraries do not promise it, so it is tried once for each shape.
     """

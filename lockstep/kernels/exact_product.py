@@ -10,7 +10,7 @@ from torch import Tensor
 INNER = 64
 """Entries of the inner dimension per iteration: the same in all sizes of tiles, as is the order."""
 MANY_ROWS = 128
-"""From so many rows on, tiles are large."""
+"""Rows from which tiles are large."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])

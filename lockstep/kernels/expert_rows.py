@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lockstep.kernels.ops import HALF, Activation, on_gpu
+from lockstep.kernels.linear import Activation
+from lockstep.kernels.ops import HALF, on_gpu
 
 
 class ExpertRows(NamedTuple):

@@ -33,6 +33,20 @@ def _inputs_before(
 
 
 @triton.jit
+def _sum(
+    x_ptr, weight_ptr, state_ptr, token, age, row, channel, inside, x_stride, channels,
+    K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """z: the weighted inputs of each token (TOKENS, CHANNELS)."""
+    z = tl.zeros([TOKENS, CHANNELS], tl.float32)
+    for s in tl.static_range(K):
+        weight = tl.load(weight_ptr + channel * K + (K - 1 - s), mask=channel < channels, other=0.0).to(tl.float32)
+        inputs = _inputs_before(x_ptr, state_ptr, token, age, row, channel, inside, x_stride, channels, s, K)
+        z += weight[None, :] * inputs
+    return z
+
+
+@triton.jit
 def _forward(
     x_ptr, weight_ptr, state_ptr, age_ptr, row_ptr, y_ptr, num_tokens, x_stride, channels,
     K: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
@@ -42,11 +56,7 @@ def _forward(
     inside = (token < num_tokens)[:, None] & (channel < channels)[None, :]
     age = tl.load(age_ptr + token, mask=token < num_tokens, other=0)
     row = tl.load(row_ptr + token, mask=token < num_tokens, other=0).to(tl.int64)
-    z = tl.zeros([TOKENS, CHANNELS], tl.float32)
-    for s in tl.static_range(K):
-        weight = tl.load(weight_ptr + channel * K + (K - 1 - s), mask=channel < channels, other=0.0).to(tl.float32)
-        inputs = _inputs_before(x_ptr, state_ptr, token, age, row, channel, inside, x_stride, channels, s, K)
-        z += weight[None, :] * inputs
+    z = _sum(x_ptr, weight_ptr, state_ptr, token, age, row, channel, inside, x_stride, channels, K, TOKENS, CHANNELS)
     y = z / (1.0 + tl.exp(-z))
     tl.store(y_ptr + token[:, None] * channels + channel[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
 
@@ -62,11 +72,7 @@ def _gradient_of_sum(
     inside = (token < num_tokens)[:, None] & (channel < channels)[None, :]
     age = tl.load(age_ptr + token, mask=token < num_tokens, other=0)
     row = tl.load(row_ptr + token, mask=token < num_tokens, other=0).to(tl.int64)
-    z = tl.zeros([TOKENS, CHANNELS], tl.float32)
-    for s in tl.static_range(K):
-        weight = tl.load(weight_ptr + channel * K + (K - 1 - s), mask=channel < channels, other=0.0).to(tl.float32)
-        inputs = _inputs_before(x_ptr, state_ptr, token, age, row, channel, inside, x_stride, channels, s, K)
-        z += weight[None, :] * inputs
+    z = _sum(x_ptr, weight_ptr, state_ptr, token, age, row, channel, inside, x_stride, channels, K, TOKENS, CHANNELS)
     at = token[:, None] * channels + channel[None, :]
     sigmoid = 1.0 / (1.0 + tl.exp(-z))
     grad_z = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32) * sigmoid * (1.0 + z * (1.0 - sigmoid))

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.activation_memory import layer_bytes
-from lockstep.kernels.ops import NormKind, add_linear, joint_linear, linear_and_adapter, norm, rotary
+from lockstep.kernels.linear import add_linear, joint_linear, linear_and_adapter
+from lockstep.kernels.ops import NormKind, norm, rotary
 from lockstep.models.attention import AttentionContext
 from lockstep.models.layer_options import LayerOptions
 from lockstep.models.stream_layer import StreamLayer, norm_eps

@@ -2,7 +2,7 @@
 
     trainer's weights ─► quantize, once per `serving` ─► 8-bit copies, always in the same memory ─► products of prefill and decoding
 
-The layers are the trainer's (`models/decoder_layer.py`): their products take the copy while they are served (`kernels/ops.py`).
+The layers are the trainer's (`models/decoder_layer.py`): their products take the copy while they are served (`kernels/linear.py`).
 Embeddings, norms, the vocabulary head and LoRA adapters keep their precision.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.kernels.fp8 import Fp8Rows, empty_rows, joined, quantize
-from lockstep.kernels.ops import linear_and_adapter, set_fp8_weight
+from lockstep.kernels.linear import linear_and_adapter, set_fp8_weight
 from lockstep.models.decoder import decoder_of
 from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.four_bit import has_4bit_linears

@@ -49,7 +49,7 @@ def exact_attention(
 
 @torch.no_grad()
 def depends_on_other_queries(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a query has another result alone than among others: libraries do not promise that it has not, so it is tried."""
+    """Whether a query's result depends on the other queries. Libraries do not promise that it does not, so it is tested."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(2, heads, length, head_dim, generator=generator).to(device, dtype)

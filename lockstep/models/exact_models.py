@@ -5,7 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.kernels.exact import depends_on_other_rows
-from lockstep.kernels.ops import HALF, is_plain, linear_and_adapter
+from lockstep.kernels.linear import is_plain, linear_and_adapter
+from lockstep.kernels.ops import HALF
 from lockstep.kernels.packed import packed
 from lockstep.models.decoder import decoder_of
 from lockstep.models.decoder_layer import DecoderLayer
@@ -27,7 +28,7 @@ def check_exact(model: Any) -> None:
         culprit = "its attention gives a query"
     if culprit is not None:
         raise ValueError(
-            f"{_KEY}=true is not possible on this machine: {culprit} another result beside others; set {_KEY}=false"
+            f"{_KEY}=true is not possible on this machine: {culprit} another result in another batch; set {_KEY}=false"
         )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.kernels.ops import linear_and_adapter
+from lockstep.kernels.linear import linear_and_adapter
 from lockstep.models.key_index import KeyIndex
 
 LATENT_LAYERS = {

@@ -32,7 +32,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import logging as hf_logging
 
 from lockstep.config.model import HFModelConfig, TrainEngineConfig
-from lockstep.kernels.ops import Adapter
+from lockstep.kernels.linear import Adapter
 from lockstep.models.experts import experts_implementation
 from lockstep.models.four_bit import linears_to_quantize, rounded_to_4bit, use_4bit_linears
 from lockstep.models.known_models import attention_implementation, install_decoder_layers, why_own_forward

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from lockstep.kernels.exact import same_mode_again
-from lockstep.kernels.ops import HALF, is_plain, linear_float32
+from lockstep.kernels.linear import is_plain, linear_float32
+from lockstep.kernels.ops import HALF
 
 LogitsFn = Callable[[Tensor], Tensor]
 """Hidden states (C, H) -> logits (C, V)."""

@@ -3,7 +3,7 @@
     y = x W^T + (alpha / rank) * (x A^T) B^T       W in the compute dtype; A (R, I) random and B (O, R) zero at first, both trained
 
 Adapters are peft's layers around the linear layers of a transformers model: `q_proj.weight` becomes `q_proj.base_layer.weight`,
-beside `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. `kernels/ops.py` computes them, and the check at load
+beside `q_proj.lora_A.default.weight` and `q_proj.lora_B.default.weight`. `kernels/linear.py` computes them, and the check at load
 time compares that with peft's own forward. A folder of an adapter is peft's: adapter_config.json and adapter_model.safetensors.
 """
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lockstep.config.model import HFModelConfig
-from lockstep.kernels.ops import Adapter
+from lockstep.kernels.linear import Adapter
 from lockstep.models.attention_variants import PackedIndexer
 from lockstep.models.decoder import decoder_of
 from lockstep.models.four_bit import is_4bit

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from lockstep.kernels.ops import linear_and_adapter
+from lockstep.kernels.linear import linear_and_adapter
 from lockstep.kernels.packed import packed_view
 from lockstep.models.known_models import KNOWN_MIXERS
 

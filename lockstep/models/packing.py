@@ -125,7 +125,7 @@ def forward_rows(
     images = images_of(batch)
     has_images = images is not None and any(image is not None for image in images)
     if has_images and layout == "aligned":
-        layout = "rows"  # the tensors of images belong to rows of their own
+        layout = "rows"  # each row has its own image tensors
     tokens = _Tokens.of(batch)
     if has_images:
         assert images is not None

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.activation_memory import state_layer_bytes
-from lockstep.kernels.ops import NormKind, gated_linear, joint_linear, linear_and_adapter, norm
+from lockstep.kernels.linear import gated_linear, joint_linear, linear_and_adapter
+from lockstep.kernels.ops import NormKind, norm
 from lockstep.models.attention import AttentionContext, require_context
 from lockstep.models.gated_delta import gated_delta, trains_with_kernels
 from lockstep.models.stream_layer import StreamLayer, norm_eps

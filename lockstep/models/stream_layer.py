@@ -8,7 +8,8 @@ from typing import Any, Self
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lockstep.kernels.ops import Activation, NormKind, gated_linear, joint_linear, norm, norm_stream
+from lockstep.kernels.linear import Activation, gated_linear, joint_linear
+from lockstep.kernels.ops import NormKind, norm, norm_stream
 from lockstep.models.tensor_group import TensorGroup
 
 

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from lockstep.kernels.ops import Adapter
+from lockstep.kernels.linear import Adapter
 from lockstep.models.four_bit import is_4bit, quantized, rounded_to_4bit
 from lockstep.models.lora import base_name, merged
 from lockstep.models.split_weights import split_of

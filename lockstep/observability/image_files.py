@@ -1,4 +1,4 @@
-"""Images of dumped responses: files in `images/` beside the dump, each once, named by its content."""
+"""Images of dumped responses: files in `images/` next to the dump, each once, named by its content."""
 
 import hashlib
 import os

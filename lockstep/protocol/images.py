@@ -20,7 +20,7 @@ IMAGES = "multi_modal_inputs"
 class ImageInputs:
     """Samples of one prompt refer to the same object, so that a batch has it once.
 
-    tensors:    what the processor returns beside token ids (pixel_values, image_grid_thw, …), of all images in the order of
+    tensors:    what the processor returns besides token ids (pixel_values, image_grid_thw, …), of all images in the order of
                 their placeholders; each is concatenated over images along the first dimension.
     token_id:   the placeholder token.
     num_tokens: placeholder tokens of each image in the sequence.

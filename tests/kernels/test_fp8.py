@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.kernels import fp8
 from lockstep.kernels.fp8 import Fp8Rows, fp8_linear, quantize
-from lockstep.kernels.ops import add_linear, gated_linear, joint_linear, set_fp8_weight
+from lockstep.kernels.linear import add_linear, gated_linear, joint_linear, set_fp8_weight
 
 CUDA = pytest.mark.gpu
 

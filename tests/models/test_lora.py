@@ -395,8 +395,8 @@ def test_a_checkpoint_belongs_to_its_base_and_settings(
 
 def test_the_check_at_load_time_covers_adapters(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters start as zero: the check gives them values, so that a wrong computation of them is found."""
-    from lockstep.kernels import ops
+    from lockstep.kernels import linear
 
-    monkeypatch.setattr(ops, "_add_adapters", lambda out, x, adapters, sizes: None)
+    monkeypatch.setattr(linear, "_add_adapters", lambda out, x, adapters, sizes: None)
     with pytest.raises(ValueError, match="computes Qwen2ForCausalLM differently from transformers"):
         policy_engine(folder, lora_alpha=512)

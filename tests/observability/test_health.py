@@ -14,7 +14,7 @@ from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.schema import flat_values
 from lockstep.config.sft import SFTConfig
-from lockstep.observability.health import RULES, findings, learning
+from lockstep.observability.health import RULES, findings, reward
 from lockstep.observability.health.process import PHASES, TIMERS, phases_of, state_of
 from lockstep.observability.health.run_view import Finding, RunView, Series, trend
 from tests.observability.dashboard.made_runs import step_metrics
@@ -306,7 +306,7 @@ def test_prompts_are_not_called_easy_if_answers_are_wrong() -> None:
     assert "few answers are right" in high["reward_saturated"].title
     equal = found_for(lambda t: 0.8 + 0.1 * t, lambda t: 0.01, **{"critic/score/zero_variance_groups": constant(0.9)})
     for found in (high["reward_saturated"], equal["equal_groups"]):
-        assert found.advice == learning.REWARD_HACK and "harder" not in found.advice
+        assert found.advice == reward.REWARD_HACK and "harder" not in found.advice
 
 
 def test_the_worst_comes_first() -> None:
@@ -321,8 +321,8 @@ def test_the_worst_comes_first() -> None:
 def test_equal_groups_do_not_matter_to_a_critic() -> None:
     columns = HEALTHY | {"critic/score/zero_variance_groups": constant(0.9)}
     assert "equal_groups" in rules_of(view(columns))
-    assert set(learning.WITHOUT_GROUPS) <= set(AdvantageEstimator)
-    for name in learning.WITHOUT_GROUPS:
+    assert set(reward.WITHOUT_GROUPS) <= set(AdvantageEstimator)
+    for name in reward.WITHOUT_GROUPS:
         assert "equal_groups" not in rules_of(view(columns, settings={"algorithm": {"adv_estimator": name}}))
 
 

@@ -103,7 +103,7 @@ def test_a_difference_ends_the_run(
         out = usual(x, weight, dtype)
         return out * (1 + 1e-6) if len(x) > 60 and len(x) != exact.NUM_TRIED else out
 
-    monkeypatch.setattr("lockstep.kernels.ops.exact_product", inexact)
+    monkeypatch.setattr("lockstep.kernels.linear.exact_product", inexact)
     assert main([*overrides, *GRPO, "trainer.total_training_steps=3"]) != 0
     message = " ".join(capsys.readouterr().err.split())
     assert "rollout.exact=true: the rollout's log-probs of" in message and "differ from the trainer's" in message

@@ -14,6 +14,8 @@ SEVERITIES: tuple[Severity, ...] = ("bad", "warning", "info")
 
 RECENT = 10
 """Steps that count as now."""
+WATCH = "metrics.md#what-to-watch"
+"""The page of most findings about training."""
 
 
 @dataclass(frozen=True)

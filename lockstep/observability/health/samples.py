@@ -4,10 +4,9 @@ staleness."""
 import statistics
 from collections.abc import Callable
 
-from lockstep.observability.health.run_view import RECENT, Finding, RunView, Series, percent, show, trend
+from lockstep.observability.health.run_view import RECENT, WATCH, Finding, RunView, Series, percent, show, trend
 from lockstep.observability.numbers import number
 
-WATCH = "metrics.md#what-to-watch"
 FEW = 3
 """Steps that a share needs to be called one."""
 

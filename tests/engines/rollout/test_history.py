@@ -1,4 +1,7 @@
+import tracemalloc
+
 import numpy as np
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from lockstep.engines.rollout.embedded.history import (
@@ -73,6 +76,43 @@ def test_memory_is_bounded_and_the_least_recently_used_go_first() -> None:
     assert lengths(history, key(99)) == [1000]
     assert lengths(history, key(1)) == []
     assert len(history) < 25
+
+
+@pytest.mark.parametrize(("num_answers", "length"), [(1, 10), (8, 10), (8, 100), (2, 1000)])
+@pytest.mark.parametrize("with_index", [False, True])
+def test_counted_memory_is_what_is_allocated(num_answers: int, length: int, with_index: bool) -> None:
+    history = AnswerHistory(1 << 30)
+    answers = [list(range(place, place + length)) for place in range(num_answers)]
+    tracemalloc.start()
+    for number in range(100):
+        for answer in answers:
+            history.add(key(number), answer)
+        if with_index:
+            history.draft(key(number), [1, 2], 4)
+    allocated, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert history.num_bytes == pytest.approx(allocated, rel=0.2)
+
+
+def test_indices_are_part_of_the_bound() -> None:
+    history = AnswerHistory(100_000)
+    for number in range(20):
+        history.add(key(number), np.arange(1000))
+    without = history.num_bytes
+    assert len(history) == 20 and without > 80_000
+    assert history.draft(key(7), [1, 2], 2) == [3, 4]
+    assert history.num_bytes <= 100_000
+    assert lengths(history, key(0)) == [] and lengths(history, key(7)) == lengths(history, key(19)) == [1000]
+    history.end_step()
+    assert history.num_bytes == without * len(history) / 20
+
+
+def test_a_prompt_whose_index_is_above_the_bound_is_dropped() -> None:
+    history = AnswerHistory(1000)
+    history.follow(key(0), 7, list(range(1000)), start=0)
+    history.draft(key(0), [1, 2], 2)
+    assert (len(history), history.num_bytes) == (0, 0)
+    assert history.draft(key(0), [1, 2], 2) == []
 
 
 def test_the_latest_answers_are_kept() -> None:

@@ -9,7 +9,8 @@ contexts that match down to the start of the answer are equal, and a draft is po
 import hashlib
 import struct
 import time
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from lockstep.protocol.images import content_ids
 MAX_MATCH = 16
 """Most tokens of a context that are compared."""
 MIN_MATCH = 2
-"""Least tokens that must match for a draft."""
+"""Least tokens that must match for a draft: two, which one 64-bit number holds."""
 MAX_ANSWERS = 32
 """Answers kept per prompt, the latest."""
 KEY_BYTES = 16
@@ -37,8 +38,10 @@ _CONTEXT_BYTES = _TOKEN_BYTES * MAX_MATCH
 _PACK = struct.Struct(f">{MAX_MATCH}i").pack
 _ABOVE_ALL = b"\xff" * (_CONTEXT_BYTES + 1)
 """Sorts after the rest of every context."""
-_PROMPT_OVERHEAD = 512
-"""Bytes that a prompt takes beside its tokens, roughly; an answer takes half of that."""
+_PROMPT_BYTES = 400
+_ANSWER_BYTES = 128
+_INDEX_BYTES = 640
+"""Bytes of the Python objects that hold a prompt, an answer and an index, without their contents."""
 
 
 def prompt_key(request: GenerationRequest) -> bytes:
@@ -62,30 +65,45 @@ class SortedContexts:
         self._ends: list[int] = ends.tolist()  # of each answer in the stream
         places = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, lengths)] or [np.empty(0, np.int64)])
         backwards = np.ascontiguousarray(self._stream[::-1]).astype(">i4")
+        self._backwards = backwards.tobytes()  # a context is a slice of it
         windows = np.lib.stride_tricks.sliding_window_view(backwards, MAX_MATCH)[len(backwards) - places]
         order = np.argsort(windows.view(f"S{_CONTEXT_BYTES}")[:, 0], kind="stable")
-        self._places: list[int] = places[order].tolist()  # of the token after each context
-        content = windows[order].tobytes()
-        self._contexts = [content[i : i + _CONTEXT_BYTES] for i in range(0, len(content), _CONTEXT_BYTES)]
+        self._places = array("i", places[order].astype(np.intc).tobytes())  # of the token after each context
+        heads = np.ascontiguousarray(windows[order, :MIN_MATCH]).view(">u8")
+        self._heads = array("Q", heads.astype(np.uint64).tobytes())  # the last MIN_MATCH tokens of each context
+
+    @property
+    def num_bytes(self) -> int:
+        arrays = (self._places, self._heads)
+        entries = sum(each.itemsize * len(each) for each in arrays)
+        return _INDEX_BYTES + self._stream.nbytes + len(self._backwards) + entries
 
     def continuation(self, context: Sequence[int], max_tokens: int) -> list[int]:
         """The tokens that followed the latest of the contexts with the longest match; none for less than MIN_MATCH.
 
         context: the last MAX_MATCH tokens.
         """
-        contexts = self._contexts
+        places = self._places
         wanted = _PACK(*context[::-1])
-        place = bisect_left(contexts, wanted)
-        longest = max([_num_equal(wanted, context) for context in contexts[max(0, place - 1) : place + 1]], default=0)
-        if longest < MIN_MATCH:
+        head = int.from_bytes(wanted[: MIN_MATCH * _TOKEN_BYTES], "big")
+        first = bisect_left(self._heads, head)
+        last = bisect_right(self._heads, head, lo=first)
+        if first == last:
             return []
-        matched = wanted[: longest * _TOKEN_BYTES]
-        first = bisect_left(contexts, matched, hi=place)
-        last = bisect_left(contexts, matched + _ABOVE_ALL, lo=place)
-        start = max(self._places[first:last])
+        at = bisect_left(places, wanted, first, last, key=self._context)
+        neighbours = places[max(first, at - 1) : min(at + 1, last)]
+        matched = wanted[: _TOKEN_BYTES * max(_num_equal(wanted, self._context(place)) for place in neighbours)]
+        first = bisect_left(places, matched, first, at, key=self._context)
+        last = bisect_left(places, matched + _ABOVE_ALL, at, last, key=self._context)
+        start = max(places[first:last])
         stop = min(start + max_tokens, self._ends[bisect_left(self._ends, start + 1)])
         tokens: list[int] = self._stream[start:stop].tolist()
         return tokens
+
+    def _context(self, place: int) -> bytes:
+        """Before the token at `place` of the stream, its last token first."""
+        begin = len(self._backwards) - place * _TOKEN_BYTES
+        return self._backwards[begin : begin + _CONTEXT_BYTES]
 
 
 def _num_equal(a: bytes, b: bytes) -> int:
@@ -102,16 +120,19 @@ class PromptAnswers:
     running: tokens of sequences that still run, by their names, and where in them the answer starts. The lists grow.
     index:   of the tokens known when it was built; None if there is none.
     num_ended_tokens: of `answers`.
+    counted_bytes: its share of the history's `num_bytes`.
     """
 
     answers: list[np.ndarray] = field(default_factory=list)
     num_ended_tokens: int = 0
     running: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     index: SortedContexts | None = None
+    counted_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return _PROMPT_OVERHEAD + sum(answer.nbytes + _PROMPT_OVERHEAD // 2 for answer in self.answers)
+        index = 0 if self.index is None else self.index.num_bytes
+        return _PROMPT_BYTES + sum(_ANSWER_BYTES + answer.nbytes for answer in self.answers) + index
 
     @property
     def is_stale(self) -> bool:
@@ -130,9 +151,10 @@ class PromptAnswers:
 
 
 class AnswerHistory:
-    """Answers by prompt, within `max_bytes` of ended ones: the least recently used prompts are dropped first.
+    """Answers by prompt, with their indices within `max_bytes`: the least recently used prompts are dropped first.
 
-    index_s: seconds spent on indices so far.
+    num_bytes: of ended answers and indices.
+    index_s:   seconds spent on indices so far.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -147,13 +169,9 @@ class AnswerHistory:
     def add(self, key: bytes, tokens: Sequence[int] | np.ndarray) -> None:
         """An answer that has ended, by itself or not."""
         prompt = self._used(key)
-        self.num_bytes -= prompt.num_bytes if prompt.answers else 0
         prompt.answers = [*prompt.answers, np.array(tokens, dtype=np.int32)][-MAX_ANSWERS:]
         prompt.num_ended_tokens = sum(map(len, prompt.answers))
-        self.num_bytes += prompt.num_bytes
-        while self.num_bytes > self.max_bytes:
-            _, dropped = self._prompts.popitem(last=False)
-            self.num_bytes -= dropped.num_bytes if dropped.answers else 0
+        self._count(prompt)
 
     def follow(self, key: bytes, name: int, tokens: list[int], start: int) -> None:
         """Draft from a sequence that still runs, too. tokens: its own list, in which the answer begins at `start`."""
@@ -182,6 +200,8 @@ class AnswerHistory:
             began = time.perf_counter()
             prompt.build_index()
             self.index_s += time.perf_counter() - began
+            self._prompts.move_to_end(key)
+            self._count(prompt)
         assert prompt.index is not None
         return prompt.index.continuation([START] * (MAX_MATCH - len(tail)) + tail, max_tokens)
 
@@ -190,8 +210,10 @@ class AnswerHistory:
         for key, prompt in list(self._prompts.items()):
             prompt.index = None
             prompt.running.clear()
-            if not prompt.answers:
-                del self._prompts[key]
+            if prompt.answers:
+                self._count(prompt)
+            else:
+                self.num_bytes -= self._prompts.pop(key).counted_bytes
 
     def clear(self) -> None:
         self._prompts.clear()
@@ -223,3 +245,11 @@ class AnswerHistory:
         prompt = self._prompts.setdefault(key, PromptAnswers())
         self._prompts.move_to_end(key)
         return prompt
+
+    def _count(self, prompt: PromptAnswers) -> None:
+        """Count the bytes of a prompt that has changed, and drop the least recently used prompts beyond the bound."""
+        self.num_bytes += prompt.num_bytes - prompt.counted_bytes
+        prompt.counted_bytes = prompt.num_bytes
+        while self.num_bytes > self.max_bytes:
+            _, dropped = self._prompts.popitem(last=False)
+            self.num_bytes -= dropped.counted_bytes

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.kernels.ops import linear_float32
+from lockstep.kernels.linear import linear_float32
 from lockstep.models.log_probs import CHUNK_ELEMENTS, LEAST_LOG_PROB
 
 
