@@ -9,7 +9,7 @@
                --master-dtype bfloat16, or float32 masters with --optimizer-offload, or --lora-rank 32
     --shape hybrid-1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024 --max-tokens 16384
     --shape qwen3-30b-a3b-quarter --prompts 16 --samples 8 --checkpointing --max-tokens 16384 --master-dtype bfloat16
-    --shape qwen2.5-vl-3b --prompts 16 --samples 8 --prompt-tokens 64 --new-tokens 256 --max-tokens 16384
+    --shape qwen2.5-vl-3b --prompts 16 --samples 8 --prompt-tokens 64 --max-tokens 8192 --peer-micro 8
 
 The model has random weights (`--model DIR` uses a real one), every prompt has exactly `--prompt-tokens` tokens of text, for a
 vision model also a picture of `--image-size` pixels squared, and rewards are random. Each side runs in its own process,

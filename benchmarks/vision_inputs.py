@@ -30,18 +30,20 @@ PIXELS_PER_TOKEN = 28**2
 
 def save_processor(folder: Path, tokenizer: Any, size: int) -> None:
     """For pictures of `size` x `size` pixels at most. With torchvision it reads videos too, as vLLM expects."""
-    pixels = Qwen2VLImageProcessorPil(
-        patch_size=14,
-        merge_size=2,
-        temporal_patch_size=2,
-        size={"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": size**2},
-    )
+    settings = {
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": size**2},
+    }
     if is_torchvision_available():
-        from transformers import Qwen2VLVideoProcessor
+        from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
-        processor = Qwen2_5_VLProcessor(pixels, tokenizer, Qwen2VLVideoProcessor(), chat_template=TEMPLATE)
+        parts = Qwen2VLImageProcessor(**settings), tokenizer, Qwen2VLVideoProcessor()
+        processor = Qwen2_5_VLProcessor(*parts, chat_template=TEMPLATE)
     else:
-        processor = images_only(Qwen2_5_VLProcessor)(pixels, tokenizer, None, chat_template=TEMPLATE)
+        parts = Qwen2VLImageProcessorPil(**settings), tokenizer, None
+        processor = images_only(Qwen2_5_VLProcessor)(*parts, chat_template=TEMPLATE)
     processor.save_pretrained(folder)
 
 
