@@ -9,11 +9,13 @@
                --master-dtype bfloat16, or float32 masters with --optimizer-offload, or --lora-rank 32
     --shape hybrid-1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024 --max-tokens 16384
     --shape qwen3-30b-a3b-quarter --prompts 16 --samples 8 --checkpointing --max-tokens 16384 --master-dtype bfloat16
+    --shape qwen2.5-vl-3b --prompts 16 --samples 8 --prompt-tokens 64 --max-tokens 8192 --peer-micro 8
 
-The model has random weights (`--model DIR` uses a real one), every prompt has exactly `--prompt-tokens` tokens, and rewards are
-random. Each side runs in its own process, `--rounds` times in turn. The step time is the median without the first two steps;
-start-up is from the command to the end of the first step. Further `key=value` arguments are overrides of the Lockstep run. If a
-peer fails, Lockstep's figures are still printed and the exit code is 1.
+The model has random weights (`--model DIR` uses a real one), every prompt has exactly `--prompt-tokens` tokens of text, for a
+vision model also a picture of `--image-size` pixels squared, and rewards are random. Each side runs in its own process,
+`--rounds` times in turn. The step time is the median without the first two steps; start-up is from the command to the end of the
+first step. Further `key=value` arguments are overrides of the Lockstep run. If a peer fails, Lockstep's figures are still printed
+and the exit code is 1.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,10 +37,17 @@ import torch
 from peers import TRL_START, Figures, finish, in_turn, medians, run_command, run_script
 from rich.console import Console
 from rich.table import Table
-from shapes import SHAPES, shape_config
+from shapes import SHAPES, VISION_SHAPES, shape_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+from vision_inputs import TEMPLATE, VISION_TOKENS, make_pictures, num_image_tokens, reads_images, save_processor
 
+IMAGE_SIZE = 448
 SPECIAL = ("<s>", "</s>", "<pad>")
 PLAIN_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 """The prompt's text and nothing else, as TRL gets it."""
@@ -53,8 +63,8 @@ TRL = (
     TRL_START
     + """
 import random
-from datasets import Dataset
-from transformers import PreTrainedTokenizerFast
+from datasets import Dataset, Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 def reward(completions, **kwargs):
@@ -63,9 +73,24 @@ def reward(completions, **kwargs):
 rows = options["prompts"] * options["samples"]
 vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=options["max_length"])
 settings = vllm if options["vllm"] else {}
+generation = {}
 if options["full_length"]:
-    full = {"ignore_eos": True} if options["vllm"] else {"min_new_tokens": options["new_tokens"]}
-    settings = settings | {"generation_kwargs": full}
+    generation = {"ignore_eos": True} if options["vllm"] else {"min_new_tokens": options["new_tokens"]}
+dtype = torch.bfloat16 if cuda else torch.float32
+if options["images"]:
+    model = AutoModelForImageTextToText.from_pretrained(options["model"], dtype=dtype)
+    processing_class = AutoProcessor.from_pretrained(options["model"])
+    prompts = [[{"role": "user", "content": text}] for text in options["texts"]]
+    data = Dataset.from_dict({"prompt": prompts, "image": options["images"]}).cast_column("image", Image())
+    # a placeholder that is sampled stands for no feature, and the step fails
+    placeholders = [model.config.image_token_id, model.config.video_token_id]
+    generation |= {"logit_bias": dict.fromkeys(placeholders, -100.0)} if options["vllm"] else {"suppress_tokens": placeholders}
+else:
+    model = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype)
+    processing_class = PreTrainedTokenizerFast.from_pretrained(options["model"])
+    data = Dataset.from_dict({"prompt": options["texts"]})
+if generation:
+    settings = settings | {"generation_kwargs": generation}
 peft_config = None
 if options["lora_rank"]:
     from peft import LoraConfig
@@ -89,11 +114,11 @@ arguments = GRPOConfig(
     **(settings | options["settings"]),
 )
 trainer = GRPOTrainer(
-    model=AutoModelForCausalLM.from_pretrained(options["model"], dtype=torch.bfloat16 if cuda else torch.float32),
+    model=model,
     reward_funcs=reward,
     args=arguments,
-    train_dataset=Dataset.from_dict({"prompt": options["texts"]}),
-    processing_class=PreTrainedTokenizerFast.from_pretrained(options["model"]),
+    train_dataset=data,
+    processing_class=processing_class,
     callbacks=[clock := Clock()],
     peft_config=peft_config,
 )
@@ -104,26 +129,41 @@ print("RESULT", json.dumps({"start": start, "begin": clock.begin, "ends": ends, 
 )
 
 
-def make_model(folder: Path, shape: str) -> None:
-    """Write a model with random weights and a byte-level tokenizer."""
+def make_model(folder: Path, shape: str, image_size: int) -> None:
+    """Write a model with random weights, a byte-level tokenizer and, if it reads images, a processor."""
     torch.manual_seed(0)
+    special = list(SPECIAL)
     config = shape_config(shape, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    if shape in VISION_SHAPES:
+        for key, token in VISION_TOKENS.items():
+            setattr(config, key, len(special))
+            special.append(token)
     on_gpu = torch.cuda.is_available()
+    kind = AutoModelForImageTextToText if shape in VISION_SHAPES else AutoModelForCausalLM
     with torch.device("cuda" if on_gpu else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
+        model = kind.from_config(config, dtype=torch.bfloat16 if on_gpu else torch.float32)
     model.save_pretrained(folder)
-    words = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    fast.chat_template = PLAIN_TEMPLATE
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        additional_special_tokens=special[len(SPECIAL) :],
+    )
+    fast.chat_template = TEMPLATE if shape in VISION_SHAPES else PLAIN_TEMPLATE
     fast.save_pretrained(folder)
+    if shape in VISION_SHAPES:
+        save_processor(folder, fast, image_size)
 
 
-def make_model_in_subprocess(folder: Path, shape: str) -> Path:
+def make_model_in_subprocess(folder: Path, shape: str, image_size: int = IMAGE_SIZE) -> Path:
     """Call `make_model` in a process that exits, so that its GPU memory is free when the runs start."""
-    subprocess.run([sys.executable, __file__, "--shape", shape, "--make-model", str(folder)], check=True)
+    options = ["--shape", shape, "--image-size", str(image_size), "--make-model", str(folder)]
+    subprocess.run([sys.executable, __file__, *options], check=True)
     return folder
 
 
@@ -135,16 +175,20 @@ def make_prompts(model: Path, count: int, num_tokens: int) -> list[str]:
     return [tokenizer.decode(tokenizer(text)["input_ids"][:num_tokens]) for text in texts]
 
 
-def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Namespace) -> dict[str, float]:
-    rows = [
+def run_lockstep(
+    folder: Path, model: Path, texts: list[str], args: argparse.Namespace, pictures: Sequence[str] = ()
+) -> dict[str, float]:
+    rows: list[dict[str, Any]] = [
         {
             "data_source": "benchmark",
-            "prompt": [{"role": "user", "content": text}],
+            "prompt": [{"role": "user", "content": f"<image>{text}" if pictures else text}],
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"index": i},
         }
         for i, text in enumerate(texts)
     ]
+    for row, picture in zip(rows, pictures):
+        row["images"] = [picture]
     pd.DataFrame(rows).to_parquet(folder / "train.parquet")
     (folder / "reward.py").write_text(REWARD)
     command = [
@@ -152,10 +196,10 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
         "algorithm=grpo",
         f"data.train_files={folder}/train.parquet",
         f"data.train_batch_size={args.prompts}",
-        f"data.max_prompt_length={args.prompt_tokens + 64}",
+        f"data.max_prompt_length={prompt_length(args, pictures)}",
         f"data.max_response_length={args.new_tokens}",
         f"actor_rollout_ref.model.path={model}",
-        f'actor_rollout_ref.model.custom_chat_template="{PLAIN_TEMPLATE}"',
+        *([] if pictures else [f'actor_rollout_ref.model.custom_chat_template="{PLAIN_TEMPLATE}"']),
         f"actor_rollout_ref.model.enable_gradient_checkpointing={args.checkpointing}",
         f"actor_rollout_ref.model.lora_rank={args.lora_rank}",
         "actor_rollout_ref.actor.use_kl_loss=false",
@@ -183,6 +227,11 @@ def run_lockstep(folder: Path, model: Path, texts: list[str], args: argparse.Nam
     }
 
 
+def prompt_length(args: argparse.Namespace, pictures: Sequence[str]) -> int:
+    """Most tokens of a prompt."""
+    return int(args.prompt_tokens) + 64 + (num_image_tokens(args.image_size) if pictures else 0)
+
+
 def micro_batching(args: argparse.Namespace) -> list[str]:
     if args.auto_micro:
         return []
@@ -193,14 +242,17 @@ def micro_batching(args: argparse.Namespace) -> list[str]:
     return [f"{actor}.use_dynamic_bsz=true", f"{actor}.ppo_max_token_len_per_gpu={args.max_tokens}"]
 
 
-def run_trl(folder: Path, model: Path, texts: list[str], args: argparse.Namespace, vllm: bool) -> dict[str, float]:
+def run_trl(
+    folder: Path, model: Path, texts: list[str], args: argparse.Namespace, vllm: bool, pictures: Sequence[str] = ()
+) -> dict[str, float]:
     names = ("prompts", "samples", "new_tokens", "steps", "checkpointing", "lora_rank", "full_length")
     options = {name: getattr(args, name) for name in names}
     options |= {
         "model": str(model),
         "texts": texts,
+        "images": pictures,
         "micro": args.peer_micro,
-        "max_length": args.prompt_tokens + args.new_tokens + 64,
+        "max_length": prompt_length(args, pictures) + args.new_tokens,
         "vllm": vllm,
         "settings": peer_settings(args.peer_setting),
         "output": str(folder / "trl"),
@@ -229,8 +281,9 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, list[
     """Results of all rounds by side, and the output of peers that failed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = args.model or make_model_in_subprocess(folder / "model", args.shape)
+        model = args.model or make_model_in_subprocess(folder / "model", args.shape, args.image_size)
         texts = make_prompts(model, 4 * args.prompts, args.prompt_tokens)
+        pictures = make_pictures(folder / "pictures", len(texts), args.image_size) if reads_images(model) else []
 
         def show(number: int, ours: Figures) -> None:
             console.print(f"round {number + 1}: lockstep {ours['step_s']:.3f} s per step, {ours['peak_gb']:.1f} GB")
@@ -239,20 +292,22 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[dict[str, list[
             args.rounds,
             args.peer,
             folder,
-            lambda own: run_lockstep(own, model, texts, args),
-            lambda peer, own: run_trl(own, model, texts, args, vllm=peer == "trl+vllm"),
+            lambda own: run_lockstep(own, model, texts, args, pictures),
+            lambda peer, own: run_trl(own, model, texts, args, peer == "trl+vllm", pictures),
             show,
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b" if torch.cuda.is_available() else "tiny")
+    shapes = sorted(SHAPES | VISION_SHAPES)
+    parser.add_argument("--shape", choices=shapes, default="0.5b" if torch.cuda.is_available() else "tiny")
     parser.add_argument("--model", type=Path, help="folder of a real model instead of --shape")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--image-size", type=int, default=IMAGE_SIZE, help="of the picture in a vision model's prompts")
     parser.add_argument("--micro", type=int, default=64, help="sequences per micro-batch of Lockstep")
     parser.add_argument("--max-tokens", type=int, help="tokens per micro-batch of Lockstep, instead of --micro")
     parser.add_argument("--auto-micro", action="store_true", help="tokens that Lockstep chooses from the GPU's memory")
@@ -276,7 +331,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_args()
     if args.make_model:
-        return make_model(args.make_model, args.shape)
+        return make_model(args.make_model, args.shape, args.image_size)
     console = Console()
     rounds, failures = measure(args, console)
     results = medians(rounds)

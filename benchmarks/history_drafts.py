@@ -10,6 +10,7 @@ rounding may change one. `--cpu-time` measures seconds of the processor instead 
 """
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -56,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         for num_sequences in args.sequences:
             row = measure(model, num_sequences, args, time.process_time if args.cpu_time else time.perf_counter)
+            gc.collect()  # the KV caches of its engines, which refer to themselves
+            torch.cuda.empty_cache()
             found.append({"model": name, "sequences": num_sequences, **row})
             ratios = "  ".join(
                 f"{key} {values['speedup']:.2f}x (accepted {values['acceptance']:.2f})"
@@ -78,7 +81,8 @@ def load_model(args: argparse.Namespace, name: str) -> Any:
         model = AutoModelForCausalLM.from_pretrained(name, **settings)
     else:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(shape_config(name), **settings)
+        with torch.device(args.device):
+            model = AutoModelForCausalLM.from_config(shape_config(name), **settings)
     model = model.to(args.device)
     install_decoder_layers(model)
     pack_weights(model)

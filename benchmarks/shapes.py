@@ -1,5 +1,5 @@
-"""Sizes of the benchmarks' random models: SmolLM2 (135m), Qwen2.5, a Gated DeltaNet hybrid, a mixture of experts, and tiny ones to
-try the scripts on a CPU."""
+"""Sizes of the benchmarks' random models: SmolLM2 (135m), Qwen2.5, a Gated DeltaNet hybrid, a mixture of experts, Qwen2.5-VL, and
+tiny ones to try the scripts on a CPU."""
 
 from typing import Any
 
@@ -68,6 +68,31 @@ def _mixture(
     }
 
 
+def _vision(text: dict[str, Any], mrope: list[int], depth: int, width: int, inner: int, heads: int) -> dict[str, Any]:
+    """Qwen2.5-VL: patches of 14 x 14 pixels, four of them per token; four layers see all patches, the others windows of 8 x 8.
+
+    text: sizes of the language model. mrope: rotary frequencies of time, height and width. The others are of the tower.
+    """
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": mrope}
+    return {
+        "model_type": "qwen2_5_vl",
+        "text_config": {k: v for k, v in text.items() if k != "model_type"} | {"rope_parameters": rope},
+        "vision_config": {
+            "depth": depth,
+            "hidden_size": width,
+            "intermediate_size": inner,
+            "num_heads": heads,
+            "out_hidden_size": text["hidden_size"],
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
+            "window_size": 112,
+            "fullatt_block_indexes": list(range(depth // 4 - 1, depth, depth // 4)),
+        },
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _sizes(512, 64, 128, 2, 2, 1, True),
     "135m": _sizes(49152, 576, 1536, 30, 9, 3, True),
@@ -83,6 +108,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Name -> model type and sizes of a transformers config."""
 
+VISION_SHAPES: dict[str, dict[str, Any]] = {
+    "tiny-vl": _vision(SHAPES["tiny"], [4, 6, 6], 4, 32, 48, 2),
+    "qwen2.5-vl-3b": _vision(SHAPES["3b"], [16, 24, 24], 32, 1280, 3420, 16),
+}
+"""The same of models that read images."""
+
 BFLOAT16_MASTERS = ("7b", "qwen3-30b-a3b-quarter")
 """Shapes whose float32 optimizer does not fit on one device."""
 
@@ -91,7 +122,11 @@ def shape_config(shape: str, **more: Any) -> Any:
     """The transformers config of a shape."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**SHAPES[shape], **more)
+    config = AutoConfig.for_model(**(SHAPES | VISION_SHAPES)[shape], **more)
+    if shape in VISION_SHAPES:
+        for name, value in more.items():  # which belong to its language model
+            setattr(config.text_config, name, value)
+    return config
 
 
 def architecture(shape: str) -> str:

@@ -26,7 +26,7 @@ def _attend(
     q_ptr, k_ptr, v_ptr, addresses_ptr, out_ptr, sinks_ptr, tables_ptr, table_rows_ptr, positions_ptr,
     q_row, q_head, q_query, position_row, table_width, num_queries, block_size, scale, window, chunk,
     G: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, D_PADDED: tl.constexpr, DV: tl.constexpr, DV_PADDED: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -60,7 +60,12 @@ def _attend(
         p = at + tl.arange(0, KEYS)
         block = tl.load(table + p // block_size, mask=p <= last, other=0).to(tl.int64)
         token = (block * HK + head) * block_size + p % block_size
-        k = tl.load(keys + token[None, :] * D + d[:, None], mask=(p <= last)[None, :] & (d < D)[:, None], other=0.0)
+        k_at = keys + token[None, :] * D + d[:, None]
+        v_at = values + token[:, None] * DV + e[None, :]
+        if ALIGNED:  # an address that was read tells the compiler nothing
+            k_at = tl.multiple_of(k_at, [16, 1])
+            v_at = tl.multiple_of(v_at, [1, 16])
+        k = tl.load(k_at, mask=(p <= last)[None, :] & (d < D)[:, None], other=0.0)
         scores = _base2_logits(tl.dot(q, k, input_precision=PRECISION), scale, SOFTCAP)
         seen = (p[None, :] <= position[:, None]) & (p[None, :] > position[:, None] - window)
         seen = seen & (p[None, :] >= (position // chunk * chunk)[:, None])
@@ -70,7 +75,7 @@ def _attend(
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(m - base)
         total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(values + token[:, None] * DV + e[None, :], mask=(p <= last)[:, None] & (e < DV)[None, :], other=0.0)
+        v = tl.load(v_at, mask=(p <= last)[:, None] & (e < DV)[None, :], other=0.0)
         acc = tl.dot(weights.to(dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         m = m_new
     if sinks_ptr is not None:
@@ -113,13 +118,14 @@ def attend(
     out = torch.empty(num_rows, length, num_heads, value_dim, dtype=query.dtype, device=query.device)
     groups = num_heads // key_heads
     half = query.dtype != torch.float32
+    aligned = all(size * query.element_size() % 16 == 0 for size in (dim, value_dim))
     _attend[(num_rows, key_heads, triton.cdiv(length * groups, ROWS))](
         *(query, keys, values, addresses, out, sinks, tables, table_rows, positions),
         *query.stride()[:3], positions.stride(0) if len(positions) > 1 else 0, tables.stride(0), length, block_size,
         *(scale, FAR if window is None else window, FAR if chunk is None else chunk),
         G=groups, HK=key_heads, D=dim, D_PADDED=max(16, triton.next_power_of_2(dim)),
         DV=value_dim, DV_PADDED=max(16, triton.next_power_of_2(value_dim)),
-        ROWS=ROWS, KEYS=KEYS, SOFTCAP=softcap, PRECISION="tf32" if half else "ieee",
+        ROWS=ROWS, KEYS=KEYS, SOFTCAP=softcap, PRECISION="tf32" if half else "ieee", ALIGNED=aligned,
         num_warps=4, num_stages=2 if half else 1,
     )  # fmt: skip
     return out

@@ -9,8 +9,8 @@ from torch import Tensor
 
 INNER = 64
 """Entries of the inner dimension per iteration: the same in all sizes of tiles, as is the order."""
-MANY_ROWS = 128
-"""Rows from which tiles are large."""
+MANY_ROWS = 512
+"""From this many rows on, tiles are large. The steps of decoding have fewer: small tiles occupy more multiprocessors."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import AutoConfig, AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
-from transformers.utils import is_torchvision_available
 
 from lockstep.config.data import ImageDataConfig
 from lockstep.utils.model_path import base_folder, local_model_folder
@@ -65,14 +64,14 @@ def _limit_pixels(image_processor: Any, config: ImageDataConfig) -> None:
 def load_processor(folder: str | Path, trust_remote_code: bool = False, **kwargs: Any) -> Any:
     """The processor in a local model folder; None if the folder has none (a text model).
 
-    Without torchvision, images are prepared by PIL, and a processor that takes images and videos is loaded for images only:
-    transformers has video processors for torchvision alone.
+    A processor that takes images and videos is loaded for images only: transformers' video processors need torchvision and
+    settings that the folder may not have. Without torchvision, images are prepared by PIL.
     """
     folder = Path(folder).expanduser()
     if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return None
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True, **kwargs}
-    processor_class = None if is_torchvision_available() else _processor_class(folder)
+    processor_class = _processor_class(folder)
     if processor_class is None or "video_processor" not in processor_class.get_attributes():
         return AutoProcessor.from_pretrained(str(folder), **options)
     return images_only(processor_class).from_pretrained(str(folder), **options)

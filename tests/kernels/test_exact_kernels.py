@@ -8,7 +8,7 @@ from tests.kernels.kernel_device import kernel_device
 DEVICE = kernel_device()
 
 from lockstep.kernels.exact_attention import attend  # noqa: E402
-from lockstep.kernels.exact_product import product  # noqa: E402
+from lockstep.kernels.exact_product import MANY_ROWS, product  # noqa: E402
 from lockstep.models.attention import eager_attention  # noqa: E402
 from lockstep.models.layer_options import LayerOptions  # noqa: E402
 
@@ -19,8 +19,9 @@ DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.fl
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width, columns", [(64, 96), (200, 33), (896, 1152)])
 def test_product(width: int, columns: int, dtype: torch.dtype) -> None:
+    """Row by row the same, by small tiles and, on CUDA, by large ones."""
     torch.manual_seed(0)
-    x = torch.randn(150, width, device=DEVICE).to(dtype)
+    x = torch.randn(MANY_ROWS + 90 if DEVICE.type == "cuda" else 150, width, device=DEVICE).to(dtype)
     weight = torch.randn(columns, width, device=DEVICE).to(dtype)
     many = product(x, weight, torch.float32)
     expected = x.double() @ weight.double().t()

@@ -10,6 +10,7 @@ import pytest
 
 from lockstep.config.actor_rollout_ref import HistoryDraftsConfig
 from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
+from lockstep.engines.rollout.embedded.cpu.decoder import CpuDecoder
 from lockstep.engines.rollout.embedded.draft_controller import USELESS_TOKENS, Acceptance, DraftController
 from lockstep.engines.rollout.embedded.draft_step import num_agreeing
 from lockstep.engines.rollout.embedded.drafter import DraftTotals
@@ -230,3 +231,20 @@ def test_useless_history_is_dropped(model: Any) -> None:
         engine.drafter.controller.note(Acceptance(), 4, 0)
     engine.generate([request])
     assert len(engine.drafter.history) == 0
+
+
+def test_steps_that_capture_a_graph_are_not_measured(
+    requests: list[GenerationRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their time says nothing about the next steps of their size."""
+    engine = drafting(tiny_model())
+    assert engine.drafter is not None
+    controller = engine.drafter.controller
+    monkeypatch.setattr(CpuDecoder, "prepare", lambda self, window: True)
+    for _ in range(2):
+        engine.generate(requests)
+    assert totals(engine).num_accepted > 0 and totals(engine).num_steps > 0
+    assert controller.plain.num_measured == controller.drafted.num_measured == 0
+    monkeypatch.undo()
+    engine.generate(requests)
+    assert controller.plain.num_measured > 0 and controller.drafted.num_measured > 0

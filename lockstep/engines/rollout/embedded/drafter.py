@@ -105,11 +105,13 @@ class Drafter:
         controller.note_search(len(found), sum(map(bool, found)), pays=any(chosen))
         return {t.sequence.index: draft[:n] for t, draft, n in zip(tracked, found, chosen) if n}
 
-    def note_step(self, rows: Rows[tuple[Sequence, int, int]], seconds: float) -> None:
-        """A step with drafts. rows: each sequence, its drafts, and how many were kept."""
+    def note_step(self, rows: Rows[tuple[Sequence, int, int]], seconds: float | None) -> None:
+        """A step with drafts. rows: each sequence, its drafts, and how many were kept. seconds: None if they say nothing about
+        other steps."""
         num_drafted = sum(drafted for _, drafted, _ in rows)
         num_accepted = sum(accepted for _, _, accepted in rows)
-        self.controller.measure_drafted(len(rows) + num_drafted, seconds)
+        if seconds is not None:
+            self.controller.measure_drafted(len(rows) + num_drafted, seconds)
         for sequence, drafted, accepted in rows:
             tracked = self._tracked.get(sequence.index)
             if drafted and tracked is not None:
@@ -121,7 +123,8 @@ class Drafter:
         totals.num_sampled += num_sampled
         totals.num_drafted += num_drafted
         totals.num_accepted += num_accepted
-        totals.saved_s += self.controller.saved_seconds(len(rows), num_sampled, seconds)
+        if seconds is not None:
+            totals.saved_s += self.controller.saved_seconds(len(rows), num_sampled, seconds)
 
     def take_index_seconds(self) -> float:
         """Seconds of building indices since the last call. They are a loss, but no part of the cost of a step."""

@@ -47,6 +47,9 @@ class Decoder(Protocol):
     def sample_first(self, sequences: Rows[Sequence], logits_NV: Tensor) -> SampledTokens:
         """One token per sequence, after its prefill."""
 
+    def prepare(self, window: DecodeWindow) -> bool:
+        """Before `run` or `run_drafts`: make what windows of this size need. Whether this one takes longer than later ones."""
+
     def run(self, window: DecodeWindow) -> SampledTokens:
         """The steps of the window, or fewer. May reorder `window.rows`."""
 
@@ -101,6 +104,7 @@ class StepLoop:
         self._max_stop_ids = 0
         self._in_flight: deque[Launch] = deque()
         self._last_read = 0.0  # when the outputs of a launch were read
+        self._last_delay = 0.0  # when a launch had been delayed by what later ones of its size need not do
         self.finished: list[Sequence] = []
         scheduler.drain = self.drain
         scheduler.on_release = self._read_routes
@@ -185,6 +189,7 @@ class StepLoop:
         assert self.runner.cache is not None
         self.runner.cache.copy_blocks(window.copies)
         window.copies = []
+        is_delayed = decoder.prepare(window)
         if window.drafts:
             sampled, counts = decoder.run_drafts(window)
             window.keep(counts)
@@ -193,6 +198,8 @@ class StepLoop:
             sampled = decoder.run(window)
             num_steps = sampled.num_steps
             window.truncate(num_steps)
+        if is_delayed:
+            self._last_delay = now()
         self._in_flight.append(Launch(window.rows, sampled, num_steps, window.drafts, started))
 
     def _run_prefill(self, prefill: PrefillStep, decoder: Decoder) -> None:
@@ -254,9 +261,10 @@ class StepLoop:
     def _read(self) -> None:
         launch = self._in_flight.popleft()
         outputs = launch.sampled.read()
-        seconds, self._last_read = now() - max(launch.started, self._last_read), now()
+        began, self._last_read = max(launch.started, self._last_read), now()
         if self.drafter is not None:
-            self._note_times(self.drafter, launch, seconds)
+            is_usual = self._last_delay <= began
+            self._note_times(self.drafter, launch, self._last_read - began if is_usual else None)
         for (sequence, count), tokens, log_probs in zip(launch.rows, *outputs):
             if sequence.stop_reason is not None:
                 continue  # launched before its end was read
@@ -270,9 +278,10 @@ class StepLoop:
                 if self.drafter is not None:
                     self.drafter.end(sequence)
 
-    def _note_times(self, drafter: Drafter, launch: Launch, seconds: float) -> None:
+    def _note_times(self, drafter: Drafter, launch: Launch, seconds: float | None) -> None:
+        """seconds: of the launch; None if it was delayed."""
         if launch.drafts:
             rows = [(s, len(launch.drafts.get(s.index, ())), count - 1) for s, count in launch.rows]
             drafter.note_step(rows, seconds)
-        elif launch.num_steps:
+        elif launch.num_steps and seconds is not None:
             drafter.note_window(len(launch.rows), launch.num_steps, seconds)

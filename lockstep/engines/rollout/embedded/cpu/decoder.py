@@ -46,6 +46,9 @@ class CpuDecoder:
         tokens_N, log_probs_N = sample(logits_NV, batch, uniform_SN[0])
         return SampledTokens(tokens_N[None], log_probs_N[None], list(range(len(tokens_N))))
 
+    def prepare(self, window: DecodeWindow) -> bool:
+        return False
+
     def run(self, window: DecodeWindow) -> SampledTokens:
         runner = self.runner
         assert runner.cache is not None

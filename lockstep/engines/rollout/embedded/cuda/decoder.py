@@ -76,10 +76,16 @@ class CudaDecoder:
         self.graphs.sample(logits_NV, slot_ids, any(s.request.sampling.filtered for s in sequences))
         return self._copy_outputs(slots, num_steps=1)
 
+    def prepare(self, window: DecodeWindow) -> bool:
+        filtered = any(s.request.sampling.filtered for s, _ in window.rows)
+        if not window.drafts:
+            return self.graphs.prepare(len(window.rows), filtered)
+        assert self.draft_graphs is not None, "drafts were not expected"
+        return self.draft_graphs.prepare(sum(row.stop - row.start for row in draft_rows(window)), filtered)
+
     def run(self, window: DecodeWindow) -> SampledTokens:
         sequences = [sequence for sequence, _ in window.rows]
         filtered = any(s.request.sampling.filtered for s in sequences)
-        self.graphs.prepare(len(sequences), filtered)
         slots = self.slots.assign(sequences)
         self.slots.set_tables(sequences, slots)
         self.slots.set_rows(slots, padded_batch_size(len(sequences)))

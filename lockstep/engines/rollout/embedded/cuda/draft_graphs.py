@@ -49,11 +49,13 @@ class DraftGraphs(DecodeGraphs):
         self._nowhere = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
 
     def sample_rows(self, rows: Rows[PrefillRow], slots: Rows[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs (T,) of all positions of the rows, on the host. slots: the decode slot of each row."""
+        """Tokens and log-probs (T,) of all positions of the rows, on the host. slots: the decode slot of each row.
+
+        After `prepare` for as many tokens.
+        """
         sequences, positions_T = sampled_positions(rows)
         num_tokens = len(sequences)
         filtered = any(row.sequence.request.sampling.filtered for row in rows)
-        self.prepare(num_tokens, filtered)
         size = padded_batch_size(num_tokens)
         self._pad_rows(size)
         self.inputs[:, :num_tokens] = to_device(torch.from_numpy(self._inputs(rows, slots)), self.slots.device)

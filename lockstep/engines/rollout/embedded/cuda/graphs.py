@@ -55,15 +55,21 @@ class DecodeGraphs:
         self._routes: dict[tuple[int, bool], Tensor | None] = {}  # where each graph leaves `runner.routes`
         self._pool: Any = None
         self._captured_at = 0  # moves of the parameters and states
+        self._known: set[tuple[int, bool]] = set()  # sizes whose kernels are compiled
 
-    def prepare(self, num_rows: int, filtered: bool) -> None:
-        """Capture the graph for this batch if there is none; capturing resets the rows of the slots."""
+    def prepare(self, num_rows: int, filtered: bool) -> bool:
+        """Capture the graph for this batch if there is none; capturing resets the rows of the slots.
+
+        Returns whether its next step takes longer than others: a graph was captured, or kernels may be compiled.
+        """
         if self._captured_at != self.runner.num_moves:
             self.clear()
             self._captured_at = self.runner.num_moves
         size = padded_batch_size(num_rows)
+        is_new = (size, filtered) not in self._known
+        self._known.add((size, filtered))
         if not self.use_graphs or (size, filtered) in self._graphs:
-            return
+            return is_new
         self._pad_rows(size)
         try:
             with _no_garbage_collection():
@@ -77,6 +83,7 @@ class DecodeGraphs:
             self.clear()
             reason = str(error).splitlines()[0]
             logger.warning("CUDA graphs disabled for %s: %s", type(self.runner.model).__name__, reason)
+        return True
 
     def run(self, num_rows: int, filtered: bool, num_steps: int) -> None:
         """Sample `num_steps` tokens per row into the outputs of the slots, from step 0 on."""
