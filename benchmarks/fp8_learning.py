@@ -26,6 +26,11 @@ VARIANTS = {
         "actor_rollout_ref.rollout.quantization=fp8",
         "algorithm.rollout_correction.rollout_is=null",
     ],
+    "KV cache in fp8, corrected": ["actor_rollout_ref.rollout.kv_cache_dtype=fp8"],
+    "fp8 and KV cache in fp8, corrected": [
+        "actor_rollout_ref.rollout.quantization=fp8",
+        "actor_rollout_ref.rollout.kv_cache_dtype=fp8",
+    ],
 }
 REWARD, ACCURACY, GAP = "critic/score/mean", "val-core/", "training/rollout_log_probs_gap"
 

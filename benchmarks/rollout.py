@@ -4,6 +4,7 @@
     python benchmarks/rollout.py --shape 0.5b 7b --workload uniform mixed [--json out.json]    random weights, sampled
     ... --engines embedded transformers vllm --peer-python .vllm/bin/python                    vLLM from another environment
     ... --shape 7b --engines embedded embedded-fp8 vllm                                        also with rollout.quantization=fp8
+    ... --shape 7b --engines embedded embedded-fp8-cache                                       with rollout.kv_cache_dtype=fp8 too
 
 Requests have random prompts and ask for a fixed number of tokens; only those count. Sampled requests return the log-prob of every
 token and have a stop token, so that all engines check for it. transformers gets batches of requests of similar length. Each figure
@@ -82,7 +83,8 @@ def make_requests(case: Case, vocab_size: int, seed: int) -> list[Request]:
 Generate = Callable[[list[Request]], list[list[int]]]
 
 
-def embedded(args: argparse.Namespace, longest: Case, quantization: str | None = None) -> tuple[Generate, int]:
+def embedded(args: argparse.Namespace, longest: Case, **eight_bits: str) -> tuple[Generate, int]:
+    """eight_bits: `quantization` and `kv_cache_dtype` of the rollout."""
     from lockstep.kernels.gpu_warmup import start_gpu_warmup
 
     start_gpu_warmup(args.device)
@@ -102,7 +104,7 @@ def embedded(args: argparse.Namespace, longest: Case, quantization: str | None =
         max_num_seqs=longest.requests,
         max_num_batched_tokens=args.prefill_tokens,
         seed=0,
-        quantization=quantization,
+        **eight_bits,
     )
     engine = EmbeddedEngine(config, eos_token_ids=(), pad_token_id=0)
     engine.bind(model)
@@ -120,13 +122,17 @@ def embedded(args: argparse.Namespace, longest: Case, quantization: str | None =
         )
         return [c.token_ids for c in completions]
 
-    if quantization is not None:
+    if eight_bits:
         print_drift(engine, model)
     return generate, model.config.vocab_size
 
 
 def embedded_fp8(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
-    return embedded(args, longest, "fp8")
+    return embedded(args, longest, quantization="fp8")
+
+
+def embedded_fp8_cache(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
+    return embedded(args, longest, quantization="fp8", kv_cache_dtype="fp8")
 
 
 def print_drift(engine: Any, model: Any) -> None:
@@ -221,7 +227,13 @@ def vllm(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
     return generate, llm.llm_engine.model_config.get_vocab_size()
 
 
-ENGINES = {"embedded": embedded, "embedded-fp8": embedded_fp8, "transformers": transformers, "vllm": vllm}
+ENGINES = {
+    "embedded": embedded,
+    "embedded-fp8": embedded_fp8,
+    "embedded-fp8-cache": embedded_fp8_cache,
+    "transformers": transformers,
+    "vllm": vllm,
+}
 
 
 def load_model(args: argparse.Namespace, attention: str) -> Any:

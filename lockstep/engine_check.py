@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lockstep import __version__
-from lockstep.config.actor_rollout_ref import has_cut_log_probs
+from lockstep.config.actor_rollout_ref import has_cut_log_probs, quantization_of
 from lockstep.config.compose import load_config
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
@@ -96,7 +96,7 @@ class EngineCheck:
         self.rollout: Any = groups[-1]
         device = torch.device(self.device)
         dtypes = resolve_dtype(engine_settings(self.config.actor).dtype, device), rollout_dtype(self.config, device)
-        self.bound = canary_bound(*dtypes, quantized=self.config.rollout.quantization is not None)
+        self.bound = canary_bound(*dtypes, quantized=bool(quantization_of(vars(self.config.rollout))))
         self.sync = WeightSync(self.actor, self.rollout, "naive" if info.shares_weights else "in_process", self.bound)
         names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         return f"trainer in {names[0]}, engine in {names[1]}"

@@ -1,5 +1,6 @@
 """`actor_rollout_ref.*`: the policy, its rollout engine and its frozen reference."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -322,9 +323,12 @@ class RolloutConfig:
     """embedded: fp8 decodes with the decoder layers' weights in 8 bits, quantised from the trainer's at each rollout
     (docs/quantization.md); `algorithm.rollout_correction.rollout_is` is token by default then. vllm: quantise the weights when they
     are loaded, such as fp8."""
+    kv_cache_dtype: str | None = None
+    """embedded: fp8 keeps the KV cache in 8 bits (float8_e4m3fn), with or without `quantization`; twice as many tokens fit, and
+    samples are corrected as with `quantization`. vllm: its argument of this name. null is the model's precision."""
     quantization_max_gap: PositiveFloat = 0.2
-    """embedded with `quantization`: largest mean difference of a step between the log-probs of rollout and trainer that
-    `trainer.audit.rollout_gap` allows."""
+    """embedded with `quantization` or `kv_cache_dtype`: largest mean difference of a step between the log-probs of rollout and
+    trainer that `trainer.audit.rollout_gap` allows."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of an engine, by its name: engine_kwargs.vllm overrides arguments of `vllm.LLM`."""
     enable_rollout_routing_replay: bool = False
@@ -349,10 +353,24 @@ class RolloutConfig:
     history_drafts: HistoryDraftsConfig = field(default_factory=HistoryDraftsConfig)
 
 
+def quantization_of(values: Mapping[str, Any], section: str = "") -> dict[str, str]:
+    """The keys that make a rollout compute in fewer bits than the trainer, and their values; empty if it does not.
+
+    values: a flat config whose section of the rollout is `section` (with its dot), or the section's own (`vars(rollout)`).
+    """
+    names = (f"{section}quantization", f"{section}kv_cache_dtype")
+    return {name: values[name] for name in names if values.get(name) is not None}
+
+
+def own_quantization(values: Mapping[str, Any], section: str = "") -> dict[str, str]:
+    """The same of an engine that quantises what is the trainer's; empty of others, such as vLLM."""
+    info = ROLLOUT_ENGINES.info(values.get(f"{section}name", RolloutConfig.name))
+    return quantization_of(values, section) if info.quantizes else {}
+
+
 def max_expected_gap(rollout: RolloutConfig) -> float | None:
-    """The gap to the trainer's log-probs that is allowed to an engine that quantises the trainer's weights; None of others."""
-    quantizes = rollout.quantization is not None and ROLLOUT_ENGINES.info(rollout.name).quantizes
-    return rollout.quantization_max_gap if quantizes else None
+    """The gap to the trainer's log-probs that is allowed to an engine that quantises what is the trainer's; None of others."""
+    return rollout.quantization_max_gap if own_quantization(vars(rollout)) else None
 
 
 def has_cut_log_probs(rollout: RolloutConfig) -> bool:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.actor_rollout_ref import quantization_of
 from lockstep.config.compat import NOT_SUPPORTED
 from lockstep.config.engines import (
     ROLLOUT_ENGINES,
@@ -271,19 +272,18 @@ def rollout_engine(values: Values, section: str) -> Iterator[Problem]:
 
 
 def _quantization(values: Values, section: str) -> Iterator[Problem]:
-    key, name, ranks = f"{section}.quantization", f"{section}.name", f"{section}.tensor_model_parallel_size"
-    form, info = values[key], ROLLOUT_ENGINES.info(values[name])
-    if form is None:
-        return
-    if "quantization" in info.unread:
-        message = f"{NOT_SUPPORTED} by {name}={values[name]}; set null, or {name}=embedded or vllm"
-        yield Problem(key, form, message, also=(name,))
-    elif info.quantizes and form not in info.quantizes:
-        message = f"{name}={values[name]} quantises to {' or '.join(info.quantizes)}; set that or null"
-        yield Problem(key, form, message, also=(name,))
-    elif info.quantizes and values[ranks] > 1:
-        message = f"{NOT_SUPPORTED} if several ranks hold the rollout model together; set null, or {ranks}=1"
-        yield Problem(key, form, message, also=(ranks,))
+    name, ranks = f"{section}.name", f"{section}.tensor_model_parallel_size"
+    info = ROLLOUT_ENGINES.info(values[name])
+    for key, form in quantization_of(values, f"{section}.").items():
+        if key.removeprefix(f"{section}.") in info.unread:
+            message = f"{NOT_SUPPORTED} by {name}={values[name]}; set null, or {name}=embedded or vllm"
+            yield Problem(key, form, message, also=(name,))
+        elif info.quantizes and form not in info.quantizes:
+            message = f"{name}={values[name]} quantises to {' or '.join(info.quantizes)}; set that or null"
+            yield Problem(key, form, message, also=(name,))
+        elif info.quantizes and values[ranks] > 1:
+            message = f"{NOT_SUPPORTED} if several ranks hold the rollout model together; set null, or {ranks}=1"
+            yield Problem(key, form, message, also=(ranks,))
 
 
 def sampling(values: Values, *sections: str) -> Iterator[Problem]:

@@ -8,9 +8,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config.actor_rollout_ref import RolloutConfig
+from lockstep.config.actor_rollout_ref import own_quantization
 from lockstep.config.batch_sizes import BATCH, MINI, mini_batch_size
-from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.errors import ConfigError
 from lockstep.config.estimators import needs_groups
 from lockstep.config.generation import GenerationConfig
@@ -127,9 +126,10 @@ def _expected_drift(values: Mapping[str, Any]) -> str | None:
     """What makes samples differ from the trainer's policy, if something does."""
     if values.get("trainer.async_mode") is not None and values.get("trainer.max_staleness", 1) != 0:
         return "trainer.async_mode trains on samples of earlier policies"
-    form, engine = values.get(f"{_ROLLOUT}.quantization"), values.get(f"{_ROLLOUT}.name", RolloutConfig.name)
-    if form is not None and not values.get(f"{_ROLLOUT}.exact") and form in ROLLOUT_ENGINES.info(engine).quantizes:
-        return f"{_ROLLOUT}.quantization={form} samples from a policy that is not quite the trainer's"
+    quantization = own_quantization(values, f"{_ROLLOUT}.")
+    if quantization and not values.get(f"{_ROLLOUT}.exact"):
+        settings = " and ".join(f"{key}={form}" for key, form in quantization.items())
+        return f"{settings}: samples are of a policy that is not quite the trainer's"
     return None
 
 

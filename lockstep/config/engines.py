@@ -32,7 +32,7 @@ class RolloutEngineInfo:
     records_routes:  returns the experts that computed each token (`enable_rollout_routing_replay`).
     drafts:          can draft tokens from earlier answers (`history_drafts`).
     keeps_state:     keeps something between steps that a checkpoint has to contain (`RolloutEngine.saved_state`).
-    quantizes:       values of `quantization` for which it quantises the trainer's weights itself, at each rollout.
+    quantizes:       values of `quantization` and `kv_cache_dtype` for which it quantises itself, from what is the trainer's.
     package:         the package that it imports. if_missing: what to do if that is not installed.
     unread:          keys of `rollout`, and sections with a final dot, that it does not read.
     """
@@ -83,7 +83,10 @@ _SCHEDULING = (
     *("max_num_batched_tokens", "gpu_memory_utilization", "enable_prefix_caching", "enable_chunked_prefill"),
     "enforce_eager",
 )
-_OF_SERVERS = (*_SCHEDULING, "max_num_seqs", "kv_block_size", "load_format", "engine_kwargs", "disable_log_stats")
+_OF_SERVERS = (
+    *_SCHEDULING,
+    *("max_num_seqs", "kv_block_size", "kv_cache_dtype", "load_format", "engine_kwargs", "disable_log_stats"),
+)
 """What a running server has from its own command."""
 _SERVERS = "lockstep.engines.rollout.server.engine"
 
@@ -104,7 +107,7 @@ _ROLLOUT = {
         "lockstep.engines.rollout.hf:HFEngine",
         shares_weights=True,
         takes_adapters=True,
-        unread=(*_SCHEDULING, "quantization", *_IN_PROCESS),
+        unread=(*_SCHEDULING, "quantization", "kv_cache_dtype", *_IN_PROCESS),
     ),
     "vllm": RolloutEngineInfo(
         "lockstep.engines.rollout.vllm:VllmEngine",

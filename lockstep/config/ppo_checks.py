@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from lockstep.config import checks, micro_batches
-from lockstep.config.actor_rollout_ref import has_cut_log_probs
+from lockstep.config.actor_rollout_ref import has_cut_log_probs, own_quantization, quantization_of
 from lockstep.config.checks import SEPARATE, Values
 from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES
 from lockstep.config.errors import ConfigError, Problem
@@ -143,11 +143,10 @@ def _algorithm(values: Values, inputs: Collection[str]) -> Iterator[Problem]:
         if values[name] and not values[f"{_ROLLOUT}.calculate_log_probs"]:
             message = f"needs the rollout's log-probs; set {_ROLLOUT}.calculate_log_probs=true"
             yield Problem(name, values[name], message, also=(f"{_ROLLOUT}.calculate_log_probs",))
-    quantizes = values[f"{_ROLLOUT}.quantization"] and ROLLOUT_ENGINES.info(values[f"{_ROLLOUT}.name"]).quantizes
-    if quantizes and not values[f"{_ROLLOUT}.calculate_log_probs"]:
-        message = f"its drift is measured by the rollout's log-probs; set {_ROLLOUT}.calculate_log_probs=true"
-        key = f"{_ROLLOUT}.quantization"
-        yield Problem(key, values[key], message, also=(f"{_ROLLOUT}.calculate_log_probs",))
+    for name, form in own_quantization(values, f"{_ROLLOUT}.").items():
+        if not values[f"{_ROLLOUT}.calculate_log_probs"]:
+            message = f"its drift is measured by the rollout's log-probs; set {_ROLLOUT}.calculate_log_probs=true"
+            yield Problem(name, form, message, also=(f"{_ROLLOUT}.calculate_log_probs",))
     if values["data.gen_batch_size"] is not None and not values["algorithm.filter_groups.enable"]:
         message = "is used only with algorithm.filter_groups.enable=true; set data.train_batch_size instead"
         yield Problem("data.gen_batch_size", values["data.gen_batch_size"], message)
@@ -279,8 +278,7 @@ def _exact(values: Values) -> Iterator[Problem]:
         if values[other] not in allowed:
             wanted = str(allowed[0]).lower() if isinstance(allowed[0], bool) else allowed[0]
             yield Problem(key, True, f"{why}; set {other}={wanted}, or {key}=false", also=(other,))
-    form = f"{_ROLLOUT}.quantization"
-    if values[form] is not None:
+    for form in quantization_of(values, f"{_ROLLOUT}."):
         message = f"the trainer does not compute in 8 bits; set {form}=null, or {key}=false"
         yield Problem(key, True, message, also=(form,))
     for name in ("rollout_is", "rollout_rs"):

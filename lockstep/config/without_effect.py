@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 from lockstep.config import micro_batches
+from lockstep.config.actor_rollout_ref import quantization_of
 from lockstep.config.algorithm import AdvantageEstimator
 from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.model import TrainEngineConfig
@@ -141,7 +142,8 @@ def _workers(config: PPOConfig, values: Values, models: Collection[str]) -> Iter
     yield True, reason, tuple(f"{_ROLLOUT}.{key}" for key in info.unread)
     max_gap = (f"{_ROLLOUT}.quantization_max_gap",)
     yield not info.quantizes, reason, max_gap
-    yield values[f"{_ROLLOUT}.quantization"] is None, f"{_ROLLOUT}.quantization is null", max_gap
+    is_quantized = bool(quantization_of(values, f"{_ROLLOUT}."))
+    yield not is_quantized, f"{_ROLLOUT}.quantization and kv_cache_dtype are null", max_gap
 
 
 def _algorithm(values: Values) -> Iterator[Reason]:

@@ -67,6 +67,11 @@ def quantize_reference(x: Tensor, out: Fp8Rows) -> None:
     out.values.copy_(wide / out.scales[:, None])
 
 
+def saturated(x: Tensor) -> Tensor:
+    """x in 8 bits without scales: rounded to the nearest number of the type, beyond the largest to the largest."""
+    return x.clamp(-LARGEST, LARGEST).to(DTYPE)
+
+
 def fp8_linear(x: Tensor, weight: Fp8Rows, bias: Tensor | None = None) -> Tensor:
     """x (..., K) -> (..., N) in the dtype of x, without gradients."""
     rows = quantize(x.reshape(-1, x.shape[-1]))

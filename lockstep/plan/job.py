@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.config.actor_rollout_ref import RolloutConfig, max_expected_gap
+from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engines import ROLLOUT_ENGINES, RolloutEngineInfo
 from lockstep.config.model import FSDPEngineConfig, HFModelConfig, TrainEngineConfig
 from lockstep.config.old_log_probs import old_log_probs_source
@@ -36,6 +36,7 @@ class Rollout:
     engine:       what it can do.
     sleeps:       the memory of an engine with its own copy of the weights is free while it does not generate.
     quantizes:    it keeps copies of the linear layers' weights in 8 bits.
+    fp8_cache:    its KV cache is in 8 bits.
     """
 
     tensor_parallel: int
@@ -47,6 +48,7 @@ class Rollout:
     engine: RolloutEngineInfo
     sleeps: bool = False
     quantizes: bool = False
+    fp8_cache: bool = False
 
 
 NO_ROLLOUT = Rollout(
@@ -81,7 +83,8 @@ class Job:
 
     def kv_bytes(self, model: Model) -> int:
         """KV cache of one token on a rank of the rollout."""
-        return model.shape.kv_bytes(model.compute, self.rollout.tensor_parallel, is_cpu=self.device.is_cpu)
+        itemsize = 1 if self.rollout.fp8_cache else model.compute
+        return model.shape.kv_bytes(itemsize, self.rollout.tensor_parallel, is_cpu=self.device.is_cpu)
 
 
 def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: ShapeOf) -> Job:
@@ -231,6 +234,7 @@ def _rollout(config: RolloutConfig, sequences: int, lengths: Lengths, device: De
     block = config.kv_block_size
     cache = (concurrent if device.is_cpu else config.max_num_seqs) * (math.ceil(longest / block) + 1) * block
     prefill = min(config.max_num_batched_tokens, sequences * lengths.prompt)
+    engine = ROLLOUT_ENGINES.info(config.name)
     return Rollout(
         tensor_parallel=config.tensor_model_parallel_size,
         sequences=sequences,
@@ -238,9 +242,10 @@ def _rollout(config: RolloutConfig, sequences: int, lengths: Lengths, device: De
         cache_tokens=cache,
         prefill_tokens=prefill,
         utilization=config.gpu_memory_utilization,
-        engine=ROLLOUT_ENGINES.info(config.name),
+        engine=engine,
         sleeps=config.free_cache_engine and not device.is_cpu,
-        quantizes=max_expected_gap(config) is not None,
+        quantizes=config.quantization is not None and bool(engine.quantizes),
+        fp8_cache=(config.kv_cache_dtype or "").startswith("fp8"),
     )
 
 

@@ -95,7 +95,7 @@ class GapBound:
     other tokens of its step.
     dtype:   the compute type.
     exact:   no token may differ at all (`rollout.exact`).
-    largest: the cap at every step, if the rollout quantises the trainer's weights (`rollout.quantization_max_gap`).
+    largest: the cap at every step, if the rollout quantises what is the trainer's (`rollout.quantization_max_gap`).
     """
 
     MULTIPLE = 4.0
@@ -151,7 +151,7 @@ class GapBound:
         return (
             f"the log-probs of the rollout in 8 bits differ from the trainer's by {gap:.4f} per token on average; the bound is "
             f"{bound:.4f}{first}. Likely causes: a model that 8 bits do not serve well, or a rollout whose weights are not in sync "
-            "(then it differs with actor_rollout_ref.rollout.quantization=null too). To accept more, raise "
+            "(then it differs with actor_rollout_ref.rollout.quantization=null and kv_cache_dtype=null too). To accept more, raise "
             "actor_rollout_ref.rollout.quantization_max_gap"
         )
 

@@ -9,7 +9,7 @@ import pytest
 
 import lockstep
 from lockstep.config.actor_rollout_ref import RolloutConfig, max_expected_gap
-from lockstep.config.compose import load_config
+from lockstep.config.compose import load_config, log_once
 from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES, EngineRegistry, RolloutEngineInfo
 from lockstep.config.errors import ConfigError
 from lockstep.config.old_log_probs import old_log_probs_source
@@ -71,6 +71,21 @@ def test_unread_keys_exist() -> None:
             "1 problem .*\n.*exact=true: .* 8 bits; set .*quantization=null, or .*exact=false",
         ),
         (["quantization=fp8", "quantization_max_gap=0"], "quantization_max_gap=0"),
+        (
+            ["name=hf", "kv_cache_dtype=fp8"],
+            "1 problem .*\n.*kv_cache_dtype=fp8: not supported by .*name=hf; set null, or .*=embedded or vllm",
+        ),
+        (["name=server", "kv_cache_dtype=fp8"], "kv_cache_dtype=fp8: not supported by .*name=server; set null"),
+        (["kv_cache_dtype=fp8_e5m2"], "kv_cache_dtype=fp8_e5m2: .*name=embedded quantises to fp8; set that or null"),
+        (["kv_cache_dtype=fp8", "tensor_model_parallel_size=2"], "kv_cache_dtype=fp8: .*several ranks .*set null, or"),
+        (
+            ["kv_cache_dtype=fp8", "calculate_log_probs=false"],
+            "kv_cache_dtype=fp8: its drift is measured by .* set .*calculate_log_probs=true",
+        ),
+        (
+            ["kv_cache_dtype=fp8", "exact=true"],
+            "1 problem .*\n.*exact=true: .* 8 bits; set .*kv_cache_dtype=null, or .*exact=false",
+        ),
     ],
 )
 def test_quantization_that_is_refused(settings: list[str], message: str, minimal: list[str]) -> None:
@@ -79,11 +94,13 @@ def test_quantization_that_is_refused(settings: list[str], message: str, minimal
     assert re.search(message, found), found
 
 
+@pytest.mark.parametrize("key", ["quantization", "kv_cache_dtype"])
 def test_a_quantised_rollout_is_corrected_unless_the_user_says_otherwise(
-    minimal: list[str], caplog: pytest.LogCaptureFixture
+    key: str, minimal: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     correction = "algorithm.rollout_correction"
-    fp8 = [*minimal, f"{ROLLOUT}.quantization=fp8"]
+    fp8 = [*minimal, f"{ROLLOUT}.{key}=fp8"]
+    log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         config = load_config(PPOConfig, fp8)
     assert config.algorithm.rollout_correction.rollout_is == "token"
@@ -93,7 +110,8 @@ def test_a_quantised_rollout_is_corrected_unless_the_user_says_otherwise(
     for setting in (f"{correction}.rollout_is=null", f"{correction}.bypass_mode=true"):
         chosen = load_config(PPOConfig, [*fp8, setting])
         assert chosen.algorithm.rollout_correction.rollout_is is None and not is_gap_expected(chosen)
-    for other in ([f"{ROLLOUT}.name=vllm"], ["trainer.device=cpu", f"{ROLLOUT}.quantization=null"]):
+    assert f"{ROLLOUT}.{key}=fp8: samples are of a policy that is not quite the trainer's" in caplog.text
+    for other in ([f"{ROLLOUT}.name=vllm"], ["trainer.device=cpu", f"{ROLLOUT}.{key}=null"]):
         plain = load_config(PPOConfig, [*fp8, *other], run_checks=False)
         assert plain.algorithm.rollout_correction.rollout_is is None
         assert max_expected_gap(plain.actor_rollout_ref.rollout) is None

@@ -6,6 +6,7 @@ import torch
 from tests.kernels.kernel_device import kernel_device
 
 DEVICE = kernel_device()
+from lockstep.kernels import fp8  # noqa: E402
 from lockstep.kernels.paged_decode import decode_attention, write_to_cache  # noqa: E402
 from lockstep.models.layer_options import LayerOptions  # noqa: E402
 from tests.models.attention_reference import naive_attention  # noqa: E402
@@ -88,3 +89,58 @@ def test_rows_equal_the_formula(
             block = cache.view(-1, key_heads, size, cache.shape[-1])[slot // size, :, slot % size]
             assert torch.equal(block, new[0, :, row])
         assert int((old != cache).any(-1).sum()) <= len(cache_slots) * key_heads  # nothing else was written
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize(("heads", "key_heads", "dim", "value_dim"), [(4, 2, 64, 64), (3, 1, 24, 20)])
+def test_a_cache_in_8_bits(
+    dtype: torch.dtype, splits: int, heads: int, key_heads: int, dim: int, value_dim: int
+) -> None:
+    """Keys and values are cut at 448 and rounded, those of the new token too; the cache has exactly the reference's bits."""
+    if DEVICE.type == "cuda" and not fp8.has_fp8_products(DEVICE):
+        pytest.skip("needs a GPU that has the type")
+    torch.manual_seed(5)
+    size, lengths = 4, [1, 70]
+    news = [torch.randn(1, key_heads, sum(lengths), d, device=DEVICE).to(dtype) for d in (dim, value_dim)]
+    for i, x in enumerate(news):
+        x[0, :, ::5, 1] *= 1e-3  # some below the least normal number
+        if DEVICE.type == "cpu":  # Triton's interpreter does not round up to the next power of two
+            news[i] = x = fp8.saturated(x).to(dtype)
+        x[0, :, ::7, 0] *= 2000  # some beyond the largest
+    rounded = [fp8.saturated(x) for x in news]
+    assert all(bool((x.abs() > 448).any()) for x in news)
+    layer = [torch.zeros(32 * key_heads, size, d, dtype=fp8.DTYPE, device=DEVICE) for d in (dim, value_dim)]
+    tables = torch.zeros(2, 18, dtype=torch.int32, device=DEVICE)
+    blocks = torch.randperm(32, device=DEVICE).int()
+    tables[0, 0], tables[1] = blocks[0], blocks[1:19]
+    places = [int(tables[row, p // size]) * size + p % size for row, n in enumerate(lengths) for p in range(n)]
+    slots = torch.tensor(places, device=DEVICE)
+    is_last = torch.tensor([p == n - 1 for n in lengths for p in range(n)], device=DEVICE)
+    earlier = torch.where(is_last, -1, slots)
+    addresses = torch.tensor([cache.data_ptr() for cache in layer], device=DEVICE)
+    write_to_cache(news[0], layer[0], earlier, size, fp8=True)
+    write_to_cache(news[1], None, earlier, size, address=addresses[1:], fp8=True)
+    query = torch.randn(1, heads, 2, dim, device=DEVICE).to(dtype)
+    key, value = (x[:, :, is_last] for x in news)
+    out = decode_attention(
+        *(query, key, value, addresses, tables),
+        torch.arange(2, dtype=torch.int32, device=DEVICE),
+        torch.tensor(lengths, device=DEVICE) - 1,
+        slots[is_last],
+        scale=0.01,
+        window=None,
+        block_size=size,
+        splits=splits,
+        fp8=True,
+    )
+    for cache, expected in zip(layer, rounded):
+        held = cache.view(-1, key_heads, size, cache.shape[-1])[slots // size, :, slots % size]
+        assert torch.equal(held.view(torch.uint8), expected[0].transpose(0, 1).view(torch.uint8))
+    options, first = LayerOptions(0.01), 0
+    for row, length in enumerate(lengths):
+        k, v = (x[0, :, first : first + length].transpose(0, 1).double() for x in rounded)
+        expected = naive_attention(query[0, :, row].double()[None], k, v, options)[0]
+        error = (out[0, row].double() - expected).abs().max() / expected.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+        first += length

@@ -25,7 +25,7 @@ from lockstep.plan import hardware
 from lockstep.plan.batch_units import Lengths, batch_units
 from lockstep.plan.hardware import DEVICES
 from lockstep.plan.job import Job, job_of
-from lockstep.plan.memory import phases
+from lockstep.plan.memory import cached_tokens, phases
 from lockstep.plan.model_shape import ModelShape
 from lockstep.plan.step_time import fitting_sequences, step_times, transfer_time
 from tests.engines.rollout.rollout_cases import embedded
@@ -312,6 +312,17 @@ def test_weights_in_8_bits_are_counted(command: Any) -> None:
     shape = fp8.models[0].shape
     assert len(set(copies)) == 1 and 0.8 * shape.parameters < copies[0] < shape.parameters
     assert not any("weights in 8 bits" in phase.parts for phase in phases(plain))
+
+
+def test_a_cache_in_8_bits_holds_twice_as_many_tokens(command: Any) -> None:
+    shared = (*DYNAMIC, "actor_rollout_ref.rollout.max_num_seqs=4096")
+    plain, fp8 = (
+        plan(command("7b", 4096, 256, 512, *shared, *more))
+        for more in ((), ("actor_rollout_ref.rollout.kv_cache_dtype=fp8",))
+    )
+    held = [cached_tokens(job, phases(job)) for job in (plain, fp8)]
+    assert held[1] == pytest.approx(2 * held[0], rel=1e-3)
+    assert not any("weights in 8 bits" in phase.parts for phase in phases(fp8))
 
 
 def test_critic_and_reference_are_counted(command: Any) -> None:

@@ -3,14 +3,17 @@
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from lockstep.config.compose import log_once
+from lockstep.kernels import fp8
 from lockstep.models.eight_bit import Fp8Weights
 from lockstep.trainer.main_ppo import main
 from tests.metrics import metrics_of
 
 GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8", "trainer.val_before_train=false"]
 FP8 = "actor_rollout_ref.rollout.quantization=fp8"
+FP8_CACHE = "actor_rollout_ref.rollout.kv_cache_dtype=fp8"
 GAP = "training/rollout_log_probs_gap"
 
 
@@ -38,7 +41,7 @@ def test_grpo_learns_and_its_drift_is_corrected(
     assert all(1e-4 < gap < 0.1 for gap in gaps), gaps  # float32 in both would differ by 1e-6
     assert all("rollout_corr/rollout_is_mean" in row for row in rows)
     assert all("timing_s/old_log_prob" in row for row in rows)  # the trainer's pass
-    notice = "quantization=fp8 samples from a policy that is not quite the trainer's, so their tokens are weighted"
+    notice = "quantization=fp8: samples are of a policy that is not quite the trainer's, so their tokens are weighted"
     assert caplog.text.count(notice) == 1
 
 
@@ -64,3 +67,20 @@ def test_too_much_drift_stops_the_run(
     assert main([*stale, f"trainer.default_local_dir={tmp_path}/stale"]) == 1
     assert len(served) > 1
     assert "the log-probs of the rollout in 8 bits differ" in capfd.readouterr().err
+
+
+def test_a_cache_in_8_bits_is_corrected_and_bounded(
+    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = [*(setting for setting in command if setting != FP8), FP8_CACHE, "trainer.total_training_steps=2"]
+    assert main(cache) == 0
+    rows = metrics_of(tmp_path / "run")
+    assert all(1e-5 < row[GAP] < 0.1 for row in rows), rows  # float32 in both would differ by 1e-6
+    assert all("rollout_corr/rollout_is_mean" in row and "timing_s/old_log_prob" in row for row in rows)
+
+    def wrong(x: Tensor) -> Tensor:
+        return (300 * x.sign()).to(fp8.DTYPE)
+
+    monkeypatch.setattr(fp8, "saturated", wrong)
+    assert main([*cache, f"trainer.default_local_dir={tmp_path}/wrong"]) == 1
+    assert "the log-probs of the rollout in 8 bits differ from the trainer's by" in capfd.readouterr().err

@@ -272,6 +272,7 @@ def engine_settings(
         "generation_config": "vllm",  # sampling parameters come from the run's config alone
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype or "auto",
         "load_format": config.load_format,
         "seed": config.seed % 2**32,
         "max_model_len": longest_sequence(config),

@@ -13,6 +13,7 @@ import torch
 
 from lockstep.agents.agents import Agents
 from lockstep.algorithms.advantages import required_inputs
+from lockstep.config.actor_rollout_ref import quantization_of
 from lockstep.config.placement import is_trained
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.train_engines import engine_settings, ranks_per_row
@@ -208,7 +209,7 @@ def create_weight_sync(config: PPOConfig, workers: WorkerGroups, audits: Audits)
     actor_wg = workers.group(Role.ActorRollout, Role.Actor)
     rollout_wg = workers.group(Role.ActorRollout, Role.Rollout)
     dtypes = compute_dtype(config, workers.device), rollout_dtype(policy, device)
-    bound = canary_bound(*dtypes, quantized=policy.rollout.quantization is not None)
+    bound = canary_bound(*dtypes, quantized=bool(quantization_of(vars(policy.rollout))))
     backend = policy.rollout.checkpoint_engine.backend
     transport: Transport = backend if backend != "auto" else "nccl" if workers.device == "cuda" else "naive"
     if not is_trained(config) and not all(rollout_wg.takes_weights()):

@@ -180,16 +180,19 @@ def test_decode_steps_on_the_cpu(options: LayerOptions, size: int) -> None:
             torch.testing.assert_close(cached[: start + count], tokens[: start + count])
 
 
-def test_blocks_are_copied_and_kept_when_the_cache_grows() -> None:
-    shape = LayerShape(KEY_HEADS, KEY_DIM, VALUE_DIM, torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_blocks_are_copied_and_kept_when_the_cache_grows(dtype: torch.dtype) -> None:
+    shape = LayerShape(KEY_HEADS, KEY_DIM, VALUE_DIM, dtype)
     cache = PagedCache({0: shape, 1: shape}, 4, 2, CPU)
     for index in (0, 1):
-        cache.keys[index].copy_(torch.randn_like(cache.keys[index]))
-        cache.values[index].copy_(torch.randn_like(cache.values[index]))
-    before = [t.clone().view(4, KEY_HEADS, 2, -1) for t in (cache.keys[1], cache.values[1])]
+        for store in (cache.keys[index], cache.values[index]):
+            store.copy_(torch.randn(store.shape))
+    before = [t.clone().float().view(4, KEY_HEADS, 2, -1) for t in (cache.keys[1], cache.values[1])]
     cache.copy_blocks([(0, 2), (2, 3)])  # block 3 gets the old content of block 2
     cache.grow(7)
-    for old, new in zip(before, (cache.keys[1].view(7, KEY_HEADS, 2, -1), cache.values[1].view(7, KEY_HEADS, 2, -1))):
+    assert cache.keys[1].dtype == cache.values[1].dtype == dtype
+    for old, store in zip(before, (cache.keys[1], cache.values[1])):
+        new = store.float().view(7, KEY_HEADS, 2, -1)
         assert torch.equal(new[:4], old[[0, 1, 0, 2]])
         assert (new[4:] == 0).all()
 

@@ -54,6 +54,7 @@ def test_rollout_keys_reach_vllm(folder: Path) -> None:
         free_cache_engine=False,
         load_format="dummy",
         quantization="fp8",
+        kv_cache_dtype="fp8_e5m2",
         engine_kwargs={"vllm": {"swap_space": 2, "seed": 3, "block_size": None}, "sglang": {"x": 1}},
     )
     expected = {
@@ -71,6 +72,7 @@ def test_rollout_keys_reach_vllm(folder: Path) -> None:
         "enable_sleep_mode": False,
         "load_format": "dummy",
         "quantization": "fp8",
+        "kv_cache_dtype": "fp8_e5m2",
         "swap_space": 2,
         "seed": 3,
         "logprobs_mode": "processed_logprobs",
@@ -78,6 +80,7 @@ def test_rollout_keys_reach_vllm(folder: Path) -> None:
     assert {name: got[name] for name in expected} == expected
     assert "block_size" not in got and "x" not in got and "kv_cache_memory_bytes" not in got
     assert settings_of(folder)["max_model_len"] == 192 and settings_of(folder)["enable_sleep_mode"]
+    assert settings_of(folder)["kv_cache_dtype"] == "auto"
 
 
 def test_on_cpu_the_cache_fits_the_sequences_and_nothing_sleeps(folder: Path) -> None:

@@ -221,6 +221,8 @@ class EmbeddedEngine(ModuleEngine):
             raise ValueError(
                 f"{_DRAFTS_KEY}=true: {type(model).__name__} has recurrent states, which rejected drafts would change; set false"
             )
+        if self.config.kv_cache_dtype is not None:
+            runner.check_fp8_cache()
         self.limits.has_whole_prompts = runner.has_whole_prompts
         if not self.limits.has_lowered_tokens:
             self.scheduler.chunked = self.config.enable_chunked_prefill and not runner.has_whole_prompts
@@ -234,6 +236,10 @@ class EmbeddedEngine(ModuleEngine):
         advice = "Use actor_rollout_ref.rollout.name=hf for this model."
         with phase("check the model"):
             check_against_transformers(self._run, model, max_length, block_size, path=path, advice=advice)
+        if self.config.kv_cache_dtype is not None:  # the check was in the model's precision, and so is its cache
+            self.limits.drop_cache(runner)
+            self._logged_limits.clear()
+            runner.quantize_cache()
         self._model_is_checked = True
 
     def _schedule(self, batch: Sequence[sequences.Sequence]) -> None:

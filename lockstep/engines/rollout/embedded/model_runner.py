@@ -5,8 +5,9 @@ uses later.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerS
 from lockstep.engines.rollout.embedded.prompt_images import ImageChunk, ImagePrompts
 from lockstep.engines.rollout.embedded.state_slots import LayerStates, bytes_per_slot
 from lockstep.engines.rollout.rollout_engine import evaluation_mode, shortage_of
+from lockstep.kernels import fp8
 from lockstep.kernels.activation_memory import CACHE_SHARE_OF_FREE
 from lockstep.kernels.exact import exact_mode
 from lockstep.models.attention import ATTENTION_NAME, AttentionContext, no_mask
@@ -45,8 +47,9 @@ class ModelRunner:
     exact:         whether a row's result must not depend on other rows (`kernels/exact.py`).
     images:        prompts with images; placeholders: tokens that are never sampled, as a tensor; None if there are none.
     fp8:           the weights that decode instead of the model's own inside `quantized`, if they are in 8 bits.
-    num_moves:     on CUDA, how often parameters or buffers of a rank had moved when `serving` began, or states: CUDA graphs are
-                   captured again then.
+    has_fp8_cache: whether keys and values are cached in 8 bits; see `quantize_cache`.
+    num_moves:     on CUDA, how often parameters or buffers of a rank had moved when `serving` began, or states, or the cache's type
+                   had changed: CUDA graphs are captured again then.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class ModelRunner:
         self.cache: PagedCache | None = None
         self.fp8 = None if quantization is None else Fp8Weights(model)
         self._fp8_addresses: tuple[int, ...] = ()
+        self.has_fp8_cache = False
         self._routing = Routing(model, _RECORD_KEY) if records_routes else None
         self.routes: Tensor | None = None
         self.num_moves = 0
@@ -118,6 +122,18 @@ class ModelRunner:
             self._fp8_addresses = addresses
             yield
 
+    def check_fp8_cache(self) -> None:
+        """ValueError if keys and values cannot be cached in 8 bits."""
+        if reason := why_no_fp8_cache(self.layers().values(), self.device):
+            key = "actor_rollout_ref.rollout.kv_cache_dtype=fp8"
+            raise ValueError(f"{key} cannot serve {type(self.model).__name__}: {reason}; set null")
+
+    def quantize_cache(self) -> None:
+        """Cache keys and values in 8 bits from now on; the cache must have been dropped."""
+        assert self.cache is None, "the cache is in use"
+        self.has_fp8_cache = True
+        self.num_moves += 1
+
     def _note_moves(self) -> None:
         tensors = chain(self.model.parameters(), self.model.buffers())
         addresses = tuple(tensor.data_ptr() for tensor in tensors)
@@ -136,7 +152,10 @@ class ModelRunner:
 
     def layers(self) -> dict[int, LayerShape]:
         """Shapes of the attention layers by `layer_idx`."""
-        return self._probed().layers
+        layers = self._probed().layers
+        if not self.has_fp8_cache:
+            return layers
+        return {index: replace(shape, dtype=fp8.DTYPE) for index, shape in layers.items()}
 
     def layer_states(self) -> LayerStates:
         """Shapes of the states by `layer_idx`; empty for most models."""
@@ -326,6 +345,19 @@ def refusal(model: nn.Module, reason: str) -> ValueError:
         f"the embedded rollout cannot serve {type(model).__name__}: {reason}; "
         "use actor_rollout_ref.rollout.name=hf for this model"
     )
+
+
+def why_no_fp8_cache(layers: Collection[LayerShape], device: torch.device) -> str | None:
+    """None if keys and values of these layers can be cached in 8 bits."""
+    if not layers:
+        return "no layer of it caches keys and values"
+    if any(shape.value_dim == 0 for shape in layers):
+        return "it caches latents, which are cached in the model's precision only"
+    if any(shape.is_indexed for shape in layers):
+        return "its layers pick keys by an index, which 8 bits would change"
+    if device.type == "cuda" and not fp8.has_fp8_products(device):
+        return "the GPU does not have the type (compute capability 8.9 or later does)"
+    return None
 
 
 def check_config(model: nn.Module) -> None:

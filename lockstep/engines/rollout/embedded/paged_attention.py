@@ -4,6 +4,8 @@
 
 The tokens of a step are concatenated: first those of sequences with tokens in the cache (`CachedRows`), then those of new
 sequences, which see only each other and go through `PackedAttention`.
+A cache in 8 bits holds float8_e4m3fn without scales. Whoever reads it sees the rounded keys and values, also those of its own
+token; new sequences see each other's as they were computed.
 Legend: T tokens of the step, N rows, Q new tokens per row, L cached tokens per row, H query heads, HK key heads, G = H / HK.
 """
 
@@ -16,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.engines.rollout.embedded.state_slots import LayerStates, PrefillStates, StateShape, StateSlots
+from lockstep.kernels import fp8
 from lockstep.kernels.exact import is_exact
 from lockstep.models.attention import PackedAttention, additive_mask, eager_attention
 from lockstep.models.exact_attention import exact_attention
@@ -166,7 +169,7 @@ class PagedCache:
         pairs = to_device(torch.tensor(copies), self.device)  # (N, 2)
         for index, shape in self.layers.items():
             source, target = (blocks_of_heads(pairs[:, i, None], shape.num_heads) for i in (0, 1))
-            for store in (self.keys[index], self.values[index]):
+            for store in (movable(self.keys[index]), movable(self.values[index])):
                 store[target] = store[source]
         if self.routes is not None:
             self.routes[pairs[:, 1]] = self.routes[pairs[:, 0]]
@@ -186,7 +189,20 @@ class PagedCache:
 def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
     """The tensor with zeros up to `num_rows`; it may have as many already, from a growth that ran out of memory."""
     missing = num_rows - len(tensor)
-    return tensor if missing <= 0 else torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+    if missing <= 0:
+        return tensor
+    rows = movable(tensor)
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]).view(tensor.dtype)
+
+
+def movable(tensor: Tensor) -> Tensor:
+    """The same memory in a type that torch can index and join: bytes for 8-bit floats."""
+    return tensor.view(torch.uint8) if tensor.dtype == fp8.DTYPE else tensor
+
+
+def as_cached(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values in the cache's type."""
+    return fp8.saturated(x) if dtype == fp8.DTYPE else x
 
 
 def blocks_of_heads(table: Tensor, num_heads: int) -> Tensor:
@@ -195,9 +211,10 @@ def blocks_of_heads(table: Tensor, num_heads: int) -> Tensor:
     return (table[:, None] * num_heads + heads[:, None]).flatten()
 
 
-def rows_of_heads(store: Tensor, blocks: Tensor, num_rows: int, num_heads: int) -> Tensor:
-    """A layer's cache tensor and `blocks_of_heads` -> (N, HK, L, D)."""
-    return store.index_select(0, blocks).unflatten(0, (num_rows, num_heads, -1)).flatten(2, 3)
+def rows_of_heads(store: Tensor, blocks: Tensor, num_rows: int, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """A layer's cache tensor and `blocks_of_heads` -> (N, HK, L, D) in the model's dtype."""
+    rows = movable(store).index_select(0, blocks).view(store.dtype).to(dtype)
+    return rows.unflatten(0, (num_rows, num_heads, -1)).flatten(2, 3)
 
 
 def slots_of_heads(slots: Tensor, num_heads: int, block_size: int) -> Tensor:
@@ -230,7 +247,7 @@ class CachedRows:
         if num_heads not in self._gather_rows:
             self._gather_rows[num_heads] = blocks_of_heads(self.table, num_heads)
         gathered = self._gather_rows[num_heads]
-        k, v = (rows_of_heads(t, gathered, num_rows, num_heads) for t in (keys, values))
+        k, v = (rows_of_heads(t, gathered, num_rows, num_heads, query.dtype) for t in (keys, values))
         unpicked = None
         if options.index is not None:
             index = options.index.tokens(slice(self.first, self.first + self.num_tokens)).rows(num_rows)
@@ -355,10 +372,10 @@ class PagedAttention:
         if store.is_cuda:
             from lockstep.kernels.paged_decode import write_to_cache
 
-            write_to_cache(new, store, self.slots, self.cache.block_size)
+            write_to_cache(new, store, self.slots, self.cache.block_size, fp8=store.dtype == fp8.DTYPE)
             return
         num_heads = new.shape[1]
         if num_heads not in self._head_slots:
             self._head_slots[num_heads] = slots_of_heads(self.slots, num_heads, self.cache.block_size)
-        tokens = new[0].transpose(0, 1).flatten(0, 1)
-        store.flatten(0, 1).index_copy_(0, self._head_slots[num_heads], tokens)
+        tokens = as_cached(new[0].transpose(0, 1).flatten(0, 1), store.dtype)
+        movable(store).flatten(0, 1).index_copy_(0, self._head_slots[num_heads], movable(tokens))

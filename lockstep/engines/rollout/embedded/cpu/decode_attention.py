@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.engines.rollout.embedded.paged_attention import PagedCache, blocks_of_heads, rows_of_heads, slots_of_heads
+from lockstep.engines.rollout.embedded.paged_attention import (
+    PagedCache,
+    as_cached,
+    blocks_of_heads,
+    movable,
+    rows_of_heads,
+    slots_of_heads,
+)
 from lockstep.kernels.exact import is_exact
 from lockstep.models.attention import additive_mask
 from lockstep.models.exact_attention import exact_attention
@@ -95,7 +102,8 @@ def similar_lengths(tables: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
 class _RowGroup:
     """Rows of similar length, with the gathered keys and values (n, HK, C, D) of each layer: a column per position.
 
-    A step writes one column of each row. Those after a row's position hold anything and are hidden.
+    They are in the model's dtype, with the values that the cache holds. A step writes one column of each row. Those after a row's
+    position hold anything and are hidden.
     """
 
     def __init__(self, cache: PagedCache, rows: slice, tables: Sequence[Sequence[int]], positions: Tensor) -> None:
@@ -112,10 +120,12 @@ class _RowGroup:
     def attend(self, index: int, step: int, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         """query (H, n, D), key and value (HK, n, D) of the new tokens of layer `index` -> (n, H, D)."""
         if index not in self._stores:
-            self._stores[index] = self._gather(index)
-        keys, values = self._stores[index]
+            self._stores[index] = self._gather(index, key.dtype)
         position = self.positions[step]
-        keys[self._row, :, position], values[self._row, :, position] = key.transpose(0, 1), value.transpose(0, 1)
+        cached = self.cache.layers[index].dtype
+        for store, new in zip(self._stores[index], (key, value)):
+            store[self._row, :, position] = as_cached(new.transpose(0, 1), cached).to(store.dtype)
+        keys, values = self._stores[index]
         length = self._lengths[step]
         keys, values = keys[:, :, :length], values[:, :, :length]
         if is_exact():
@@ -150,15 +160,15 @@ class _RowGroup:
         for index, stores in self._stores.items():
             target = slots_of_heads(slots, stores[0].shape[1], size)
             for store, gathered in zip((self.cache.keys[index], self.cache.values[index]), stores):
-                tokens = gathered[self._row, :, positions]  # (steps, n, HK, D)
-                store.flatten(0, 1).index_copy_(0, target, tokens.flatten(0, 2))
+                tokens = as_cached(gathered[self._row, :, positions], store.dtype)  # (steps, n, HK, D)
+                movable(store).flatten(0, 1).index_copy_(0, target, movable(tokens).flatten(0, 2))
 
-    def _gather(self, index: int) -> tuple[Tensor, Tensor]:
+    def _gather(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         num_rows, num_heads = len(self.table), self.cache.layers[index].num_heads
         num_columns = max(self._lengths)
         blocks = blocks_of_heads(self.table[:, : -(-num_columns // self.cache.block_size)], num_heads)
         keys, values = (
-            rows_of_heads(store, blocks, num_rows, num_heads)
+            rows_of_heads(store, blocks, num_rows, num_heads, dtype)
             for store in (self.cache.keys[index], self.cache.values[index])
         )
         return keys, values

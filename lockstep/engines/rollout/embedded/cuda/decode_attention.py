@@ -23,6 +23,7 @@ class CudaDecodeAttention:
     cache_slots: (T,) where each new token is cached, block * block_size + offset; -1 for nowhere.
     max_splits:  most splits per row and key head.
     states:      the rows of layers with a state; None if there are no such layers.
+    fp8:         the cache is in 8 bits.
     nowhere:     (T,) -1, if rows see the new tokens of other rows, so that all are written before any are read; else None.
     """
 
@@ -33,6 +34,7 @@ class CudaDecodeAttention:
     positions: Tensor
     cache_slots: Tensor
     max_splits: int
+    fp8: bool
     states: DecodeStates | None = None
     nowhere: Tensor | None = None
 
@@ -56,6 +58,7 @@ class CudaDecodeAttention:
             sinks=options.sinks,
             block_size=self.block_size,
             splits=num_splits(key.shape[1] * key.shape[2], key.shape[3], self.max_splits),
+            fp8=self.fp8,
         )
 
     def _attend_exactly(
@@ -82,7 +85,7 @@ class CudaDecodeAttention:
 
     def _write(self, addresses: Tensor, key: Tensor, value: Tensor) -> None:
         for new, address in ((key, addresses[:1]), (value, addresses[1:])):
-            write_to_cache(new, None, self.cache_slots, self.block_size, address=address)
+            write_to_cache(new, None, self.cache_slots, self.block_size, address=address, fp8=self.fp8)
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
         assert self.states is not None

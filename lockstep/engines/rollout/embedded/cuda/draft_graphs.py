@@ -101,6 +101,7 @@ class DraftGraphs(DecodeGraphs):
             inputs[POSITION],
             inputs[CACHE_SLOT],
             self.max_splits,
+            runner.has_fp8_cache,
             nowhere=self._nowhere[:size],
         )
         hidden = runner.forward(inputs[TOKEN : TOKEN + 1], inputs[ROTARY : ROTARY + 1], attention)

@@ -172,6 +172,7 @@ class DecodeGraphs:
             positions[0],
             cache_slots,
             self.max_splits,
+            runner.has_fp8_cache,
             self._states(slot_ids, cache_slots),
         )
         hidden = runner.forward(tokens, self._rotary(positions, slot_ids), attention)
