@@ -284,16 +284,19 @@ def engine_settings(
     """The arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` overrides them."""
     own = {name: value for name, value in config.engine_kwargs.get("vllm", {}).items() if value is not None}
     on_cpu = device.type == "cpu"
+    reads_images = is_vision(load_hf_config(model, key))
+    # dummy weights are also written to buffers, among them the means of pixels, which no update brings
+    load_format = "auto" if reads_images and config.load_format == "dummy" else config.load_format
     settings: dict[str, Any] = {
         "model": str(model_folder(model, key)),
         # prompts and responses are token ids; of a prompt with images vLLM makes them itself
-        "skip_tokenizer_init": not is_vision(load_hf_config(model, key)),
+        "skip_tokenizer_init": not reads_images,
         "trust_remote_code": model.trust_remote_code,
         "hf_overrides": dict(model.override_config),
         "generation_config": "vllm",  # sampling parameters come from the run's config alone
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": config.quantization,
-        "load_format": config.load_format,
+        "load_format": load_format,
         "seed": config.seed % 2**32,
         "max_model_len": longest_sequence(config),
         "max_num_seqs": config.max_num_seqs,
