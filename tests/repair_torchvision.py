@@ -9,11 +9,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-OPERATORS = '''
+OPERATORS = """
 if not _has_ops():  # names alone, for which fake kernels are registered on import
     for _name in ("nms", "qnms"):
         torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-'''
+"""
 IMPORT = [sys.executable, "-c", "import torchvision"]
 
 

@@ -1,6 +1,7 @@
 """Tiny random vision-language models: a folder with config, weights, tokenizer and processor, made offline.
 
-Images are prepared by PIL; torchvision is not needed, and if it is installed, processors of videos are part of the folder. SmolVLM's processor needs num2words (for videos only), hence Idefics3 here.
+torchvision is not needed: without it, PIL prepares images, and the folder has no processor of videos. SmolVLM's processor needs
+num2words (for videos only), hence Idefics3 here.
 """
 
 from collections.abc import Callable, Sequence

@@ -113,7 +113,9 @@ class VllmEngine(RolloutEngine):
 
     def step(self) -> dict[int, Outcome]:
         finished = {int(output.request_id): output for output in self._engine.step() if output.finished}
-        return {request_id: self._outcome(self._requests.pop(request_id), output) for request_id, output in finished.items()}
+        return {
+            request_id: self._outcome(self._requests.pop(request_id), output) for request_id, output in finished.items()
+        }
 
     def unfinished(self) -> list[int]:
         return list(self._requests)
@@ -227,8 +229,8 @@ class VllmEngine(RolloutEngine):
         if request.images is not None and list(output.prompt_token_ids) != request.prompt_ids:
             return ValueError(
                 f"vLLM computes images of this prompt as {len(output.prompt_token_ids)} tokens, the run's processor as "
-                f"{len(request.prompt_ids)}; set actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs as data.min_pixels "
-                "and data.max_pixels, or use actor_rollout_ref.rollout.name=embedded"
+                f"{len(request.prompt_ids)}; set actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs as "
+                "data.min_pixels and data.max_pixels, or use actor_rollout_ref.rollout.name=embedded"
             )
         if answer.finish_reason not in ("stop", "length", "abort"):
             return RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")

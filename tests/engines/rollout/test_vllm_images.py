@@ -71,9 +71,7 @@ def send(engine: VllmEngine, weights: dict[str, Tensor]) -> None:
 def request(folder: Path, *sizes: tuple[int, int], seed: int = 0, **sampling: Any) -> GenerationRequest:
     """A question about images of these sizes. seed: of their pixels."""
     processor = load_processor(folder)
-    text = processor.apply_chat_template(
-        image_message("what?", len(sizes)), add_generation_prompt=True, tokenize=False
-    )
+    text = processor.apply_chat_template(image_message("what?", len(sizes)), add_generation_prompt=True, tokenize=False)
     params = SamplingParams(**{"max_tokens": 10} | sampling)
     if not sizes:
         return GenerationRequest(processor.tokenizer(text)["input_ids"], params, seed=seed)
@@ -206,5 +204,7 @@ def test_missing_torchvision_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     tiny_vision_config("qwen2_5_vl").save_pretrained(tmp_path)
     monkeypatch.setattr(vllm, "import_vllm", lambda: SimpleNamespace(LLM=fail))
     monkeypatch.setattr(vllm, "is_torchvision_available", lambda: False)
-    with pytest.raises(ValueError, match=r"name=vllm: .* need torchvision, in the version for torch 2\..*be inspected\)"):
+    with pytest.raises(
+        ValueError, match=r"name=vllm: .* need torchvision, in the version for torch 2\..*be inspected\)"
+    ):
         new_engine().load(HFModelConfig(path=str(tmp_path)), "m", torch.float32, CPU)

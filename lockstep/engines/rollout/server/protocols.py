@@ -90,9 +90,7 @@ class ServerProtocol(ABC):
     ignores_eos: bool = True
     takes_images: bool = True
 
-    def __init__(
-        self, open_tokenizer: Callable[[], PreTrainedTokenizerBase], placeholders: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, open_tokenizer: Callable[[], PreTrainedTokenizerBase], placeholders: Sequence[int] = ()) -> None:
         self.open_tokenizer = open_tokenizer
         self.placeholders = tuple(placeholders)
 
