@@ -78,10 +78,11 @@ $(DEEPSPEED_READY): $(READY)
 	touch $@
 
 # vLLM pins other versions of numpy and of its own dependencies than constraints.txt. torchvision, torchaudio and torchcodec are built
-# for another torch and break the import of transformers.
+# for another torch and break the import of transformers; models that read images need torchvision.
 $(VLLM_READY): pyproject.toml constraints.txt $(VLLM_VENV)/bin/python
 	$(VLLM_VENV)/bin/python -m pip install -q $(TORCH) $(VLLM) -e '.[ray]' 'pytest>=8' 'hypothesis>=6.100'
-	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchaudio torchcodec
+	$(VLLM_VENV)/bin/python tests/repair_torchvision.py
 	touch $@
 
 $(VLLM_VENV)/bin/python:

@@ -1,6 +1,7 @@
 """Tiny random vision-language models: a folder with config, weights, tokenizer and processor, made offline.
 
-Images are prepared by PIL; torchvision is not needed. SmolVLM's processor needs num2words (for videos only), hence Idefics3 here.
+torchvision is not needed: without it, PIL prepares images, and the folder has no processor of videos. SmolVLM's processor needs
+num2words (for videos only), hence Idefics3 here.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
+from transformers.utils import is_torchvision_available
 
 from lockstep.models.processor import images_only
 from tests.tiny import SIZES, tiny_tokenizer
@@ -48,6 +51,13 @@ QWEN_TOKENS = {
 }
 QWEN_PIXELS = {"patch_size": PATCH, "size": {"shortest_edge": MERGED**2, "longest_edge": 16 * MERGED**2}}
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+"""For a head size of 8."""
+
+
+def _mrope(text: dict[str, Any]) -> dict[str, Any]:
+    """For the head size of a text model."""
+    head_dim = text.get("head_dim", text["hidden_size"] // text["num_attention_heads"])
+    return MROPE | {"mrope_section": [length * head_dim // 8 for length in MROPE["mrope_section"]]}
 
 
 def _qwen_ids(ids: dict[str, int]) -> dict[str, int]:
@@ -57,7 +67,7 @@ def _qwen_ids(ids: dict[str, int]) -> dict[str, int]:
 def _qwen2_vl(text: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
     vision = {"depth": 2, "embed_dim": 32, "hidden_size": text["hidden_size"], "num_heads": 4, "mlp_ratio": 2}
     return {
-        "text_config": text | {"rope_parameters": MROPE},
+        "text_config": text | {"rope_parameters": _mrope(text)},
         "vision_config": vision | {"patch_size": PATCH},
         **_qwen_ids(ids),
     }
@@ -68,7 +78,7 @@ def _qwen2_5_vl(text: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
         **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": PATCH},
         **{"out_hidden_size": text["hidden_size"], "window_size": 2 * MERGED, "fullatt_block_indexes": [1]},
     }
-    return {"text_config": text | {"rope_parameters": MROPE}, "vision_config": vision, **_qwen_ids(ids)}
+    return {"text_config": text | {"rope_parameters": _mrope(text)}, "vision_config": vision, **_qwen_ids(ids)}
 
 
 def _qwen3_vl(text: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
@@ -76,9 +86,9 @@ def _qwen3_vl(text: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
         **{"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": PATCH},
         **{"out_hidden_size": text["hidden_size"], "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1]},
     }
-    rope = MROPE | {"mrope_interleaved": True}
+    text = {"head_dim": 8} | text
     return {
-        "text_config": {"head_dim": 8} | text | {"rope_parameters": rope},
+        "text_config": text | {"rope_parameters": _mrope(text) | {"mrope_interleaved": True}},
         "vision_config": vision,
         **_qwen_ids(ids),
     }
@@ -304,8 +314,11 @@ def save_tiny_vision_model(folder: Path, model_type: str = "qwen2_5_vl", seed: i
     processor_class = PROCESSOR_MAPPING[type(config)]
     parts: dict[str, Any] = {"image_processor": image_processor, "tokenizer": tokenizer}
     if "video_processor" in processor_class.get_attributes():
-        processor_class = images_only(processor_class)
         parts["video_processor"] = None
+        if is_torchvision_available():
+            parts["video_processor"] = getattr(transformers, VIDEO_PROCESSOR_MAPPING_NAMES[model_type]["torchvision"])()
+        else:
+            processor_class = images_only(processor_class)
     processor = processor_class(**parts, chat_template=tokenizer.chat_template, **family.processor)
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)

@@ -63,11 +63,15 @@ class Trajectory:
 
     def add_context(self, ids: Sequence[int], images: ImageInputs | None = None) -> None:
         """Append tokens that are no training target. images: those whose placeholders are among them."""
-        self.images = images if self.images is None else self.images.then(images)
+        self.add_images(images)
         self.response_ids += ids
         self.response_mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
         self.policy_versions += [NOT_SAMPLED] * len(ids)
+
+    def add_images(self, images: ImageInputs | None) -> None:
+        """Those that follow in the same sequence."""
+        self.images = images if self.images is None else self.images.then(images)
 
     def to_state(self) -> dict[str, Any]:
         """As plain data."""

@@ -318,7 +318,7 @@ class RolloutConfig:
     null is all."""
     load_format: str = "dummy"
     """vllm: how it loads the model when it starts. dummy loads nothing, because the actor's weights are sent before the first
-    rollout; auto reads the model's folder."""
+    rollout; auto reads the model's folder, as dummy does for a model that reads images."""
     quantization: str | None = None
     """embedded: fp8 decodes with the decoder layers' weights in 8 bits, quantised from the trainer's at each rollout
     (docs/quantization.md); `algorithm.rollout_correction.rollout_is` is token by default then. vllm: quantise the weights when they

@@ -184,7 +184,7 @@ def test_other_tokens_stop_the_run(tmp_path: Path, change: str, message: str) ->
             "",
             r"stop=\['x'\]: the loss needs the rollout's own distribution; remove",
         ),
-        ("sampling_params, image_data=[1]", "", "only text is supported"),
+        ("sampling_params, image_data=[1]", "", "image_data and video_data are not supported"),
         ("sampling_params", "extra_fields={'a': 1}", "extra_fields are not supported"),
     ],
 )

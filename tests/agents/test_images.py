@@ -54,6 +54,20 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_processor(folder)
 
 
+LOOPS = "lockstep.verl.experimental.agent_loop"
+OWN_LOOP = """
+from PIL import Image
+from lockstep.verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
+from lockstep.verl.tools.schemas import ToolResponse
+
+class Loop(ToolAgentLoop):
+    async def _call_tool(self, tool_call, tools_kwargs, agent_data):
+        if "side" in tool_call.arguments:
+            return ToolResponse(text="filmed", video=["a.mp4"]), None, {}
+        return ToolResponse(text="mine", image=[Image.new("RGB", (64, 32), "red")]), None, {}
+"""
+
+
 def agents_with(processor: Any, folder: Path, **settings: Any) -> Agents:
     (folder / "drawing.py").write_text(TOOLS)
     (folder / "tools.yaml").write_text(CONFIG.format(path=folder))
@@ -71,23 +85,28 @@ def row_with_image(processor: Any) -> tuple[dict[str, Any], list[int], ImageInpu
     return {"raw_prompt": [message], "raw_prompt_ids": ids, IMAGES: images}, ids, images
 
 
-def test_an_image_of_a_tool_is_context(processor: Any, tmp_path: Path) -> None:
-    row, ids, images = row_with_image(processor)
-    agents = agents_with(processor, tmp_path)
-    policy = Scripted(call("draw"), call("draw", side=0), call("draw", side=64), "red", tokenizer=processor.tokenizer)
+def held(agents: Agents, policy: Scripted) -> Any:
+    """A conversation about an image, by the default loop of `agents`."""
+    row, ids, images = row_with_image(agents.renderer.encoder.processor)  # type: ignore[union-attr]
+    loop = agents.config.agent.default_agent_loop
 
     async def hold() -> Any:
         async with agents.running():
-            return await agents.hold(
-                row | {"agent_name": "tool_agent"}, ids, policy, SamplingParams(max_tokens=400), seed=1
-            )
+            return await agents.hold(row | {"agent_name": loop}, ids, policy, SamplingParams(max_tokens=400), seed=1)
 
     result = asyncio.run(hold())
-    trajectory = result.trajectory
-    assert policy.requests[0].images is images
-    assert trajectory.images is not None and trajectory.images.num_tokens == (6, 4, 8)
+    assert policy.requests[0].prompt_ids == ids and policy.requests[0].images.digests == images.digests
     for request in policy.requests:  # each has as many placeholders as features
         content_ids(request.prompt_ids, request.images)
+    return result
+
+
+def test_an_image_of_a_tool_is_context(processor: Any, tmp_path: Path) -> None:
+    script = (call("draw"), call("draw", side=0), call("draw", side=64), "red")
+    policy = Scripted(*script, tokenizer=processor.tokenizer)
+    result = held(agents_with(processor, tmp_path, loop="tool_agent"), policy)
+    trajectory = result.trajectory
+    assert trajectory.images is not None and trajectory.images.num_tokens == (6, 4, 8)
     token = trajectory.images.token_id
     assert not any(mask for id, mask in zip(trajectory.response_ids, trajectory.response_mask) if id == token)
     decoded = processor.tokenizer.decode(trajectory.response_ids)
@@ -101,6 +120,26 @@ def test_an_image_of_a_tool_is_context(processor: Any, tmp_path: Path) -> None:
         Trajectory.from_state(from_bytes(to_bytes(trajectory.to_state(), "test"))).images.digests
         == trajectory.images.digests
     )  # type: ignore[union-attr]
+
+
+def test_loops_on_token_ids_keep_images(processor: Any, tmp_path: Path) -> None:
+    """verl's loops: the same tokens and images as the built-in one; images of a subclass's own calls."""
+    script = (call("draw"), call("draw", side=0), call("draw", side=64), "red")
+    loops = (f"{LOOPS}.tool_agent_loop:ToolAgentLoop", "tool_agent")
+    made = [agents_with(processor, tmp_path, loop=loop) for loop in loops]
+    theirs, own = (held(agents, Scripted(*script, tokenizer=processor.tokenizer)) for agents in made)
+    for name in ("prompt_ids", "response_ids", "response_mask"):
+        assert getattr(theirs.trajectory, name) == getattr(own.trajectory, name), name
+    assert theirs.trajectory.images.digests == own.trajectory.images.digests
+    assert theirs.trajectory.images.num_tokens == (6, 4, 8) and theirs.counts.tool_errors == 1
+    single = agents_with(processor, tmp_path, loop=f"{LOOPS}.single_turn_agent_loop:SingleTurnAgentLoop")
+    assert held(single, Scripted("red", tokenizer=processor.tokenizer)).trajectory.images.num_tokens == (6,)
+    (tmp_path / "mine.py").write_text(OWN_LOOP)
+    mine = agents_with(processor, tmp_path, loop=f"{tmp_path}/mine.py:Loop")
+    result = held(mine, Scripted(call("draw"), "red", tokenizer=processor.tokenizer))
+    assert result.trajectory.images.num_tokens == (6, 8) and result.new_messages[1]["content"][1]["text"] == "mine"
+    with pytest.raises(ValueError, match="_call_tool returned a video; text and images are supported"):
+        held(mine, Scripted(call("draw", side=1), tokenizer=processor.tokenizer))
 
 
 def test_a_model_without_images_answers_the_tool_with_an_error(tmp_path: Path) -> None:

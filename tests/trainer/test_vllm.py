@@ -21,6 +21,8 @@ from lockstep.trainer.ppo.rollout_sources.journal import trained_groups
 from lockstep.trainer.ppo.task_runner import TaskRunner
 from lockstep.weight_sync import CANARY_METRIC, canary_bound
 from tests.tiny import save_tiny_model, small_run, write_rows
+from tests.tiny_vision import save_tiny_vision_model
+from tests.trainer.test_vision_agents import rows_with_images
 
 pytestmark = [
     pytest.mark.vllm,
@@ -181,6 +183,25 @@ def test_grpo_config_of_a_users_document(base: list[str], tmp_path: Path) -> Non
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row[CANARY_METRIC] <= bound and row["actor/grad_norm"] > 0 for row in rows)
     assert any(name.startswith("val-") for name in rows[-1])
+
+
+def test_trains_with_images(base: list[str], tmp_path: Path) -> None:
+    """A tied model whose tower is trained; rows with and without images."""
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    save_tiny_vision_model(tmp_path / "model", "qwen2_5_vl", **heads)
+    rows_with_images(tmp_path / "train.parquet")
+    settings = [
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        f"data.train_files={tmp_path}/train.parquet",
+        "data.val_files=null",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "trainer.total_training_steps=3",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
+    assert main([*base, *settings]) == 0
+    check_rows(rows_of(tmp_path / "run"), steps=3)
 
 
 @pytest.mark.parametrize("mode", ASYNC)

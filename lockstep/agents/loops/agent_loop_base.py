@@ -18,6 +18,7 @@ from typing import Any
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.agent_loop import AgentLoop, Setup
 from lockstep.agents.trajectory import NOT_SAMPLED, Trajectory
+from lockstep.data.image_prompts import image_values
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams, first_routes
 from lockstep.protocol.images import ImageInputs
 
@@ -86,7 +87,10 @@ class ServerManager:
         video_data: Any = None,
     ) -> TokenOutput:
         if image_data or video_data:
-            raise ValueError("server_manager.generate: only text is supported, not image_data or video_data")
+            raise ValueError(
+                "server_manager.generate: image_data and video_data are not supported; images are those of the messages that "
+                "apply_chat_template got"
+            )
         ids = list(prompt_ids)
         if len(ids) >= self.max_len:
             raise ValueError(
@@ -137,9 +141,18 @@ class AgentLoopBase(AgentLoop):
         videos: Any = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """The prompt's tokens. remove_system_prompt: without what the template puts before the first message."""
+        """The prompt's tokens. Images in the messages become those of the conversation.
+
+        remove_system_prompt: without what the template puts before the first message.
+        """
         if images or videos:
-            raise ValueError("apply_chat_template: only text is supported, not images or videos")
+            raise ValueError("apply_chat_template: images must be parts of the messages, videos are not supported")
+        conversation = self.server_manager.conversation
+        if conversation.renderer.encoder is not None and image_values(messages):
+            if remove_system_prompt:
+                raise ValueError("apply_chat_template: remove_system_prompt=True takes no images; render all messages")
+            ids, conversation.trajectory.images = conversation.renderer.ids_and_images(messages, tools)
+            return ids
 
         def tokens(messages: list[Any], **more: Any) -> list[int]:
             more |= self.config.data.apply_chat_template_kwargs

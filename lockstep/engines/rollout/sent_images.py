@@ -3,7 +3,7 @@
 from lockstep.protocol.generation import GenerationRequest
 
 NEVER = -100.0
-"""Least `logit_bias` of vLLM: what it does to the log-probs of other tokens is below their rounding."""
+"""The least `logit_bias` of vLLM and SGLang: a token with it is never sampled."""
 
 
 def unexpanded(request: GenerationRequest) -> list[int]:

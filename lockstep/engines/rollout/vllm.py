@@ -10,15 +10,17 @@ import gc
 import io
 import os
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from transformers.utils import is_torchvision_available
 
 from lockstep.config.actor_rollout_ref import RolloutConfig
 from lockstep.config.engines import ROLLOUT_ENGINES
@@ -64,21 +66,24 @@ class VllmEngine(RolloutEngine):
         self.device = torch.device("cpu")
         self.llm: Any = None
         self._awake = set(PARTS)
-        self._unfinished: set[int] = set()
-        self._expanded: dict[int, list[int]] = {}  # prompts with images, by request
+        self._requests: dict[int, GenerationRequest] = {}  # unfinished
         self._placeholders: tuple[int, ...] = ()
+        self._is_processed = False
 
     def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
         settings = engine_settings(self.config, model, key, dtype, device)
         self._placeholders = placeholder_ids(load_hf_config(model, key))
+        self._is_processed = settings["logprobs_mode"] == "processed_logprobs"
         vllm = import_vllm()
         _collect_earlier_engines()
         try:
             with _unchanged_process():
                 self.llm = vllm.LLM(**settings)
         except (ValueError, RuntimeError, AssertionError) as error:
-            cause = " ".join(str(error).split())
+            cause = " ".join(str(error).split()) or type(error).__name__
+            if self._placeholders and not is_torchvision_available():
+                cause = f"its models that read images need torchvision, in the version for torch {torch.__version__} ({cause})"
             raise ValueError(f"actor_rollout_ref.rollout.name=vllm: vLLM cannot serve {model.path}: {cause}") from error
         _engines.add(self)
         if self.config.tensor_model_parallel_size > 1:
@@ -100,32 +105,32 @@ class VllmEngine(RolloutEngine):
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
         if request.images is not None:
             prompt["prompt_token_ids"] = unexpanded(request)
-            prompt["multi_modal_data"] = {"image": [Image.open(io.BytesIO(file)) for file in request.images.files]}
-            self._expanded[request_id] = request.prompt_ids
+            prompt["multi_modal_data"] = {"image": [_picture(file) for file in request.images.files]}
         if self.config.enable_prefix_caching:
             prompt["cache_salt"] = self._salt()
         self._engine.add_request(str(request_id), prompt, self._sampling(request.sampling, request.stream_seed))
-        self._unfinished.add(request_id)
+        self._requests[request_id] = request
 
     def step(self) -> dict[int, Outcome]:
         finished = {int(output.request_id): output for output in self._engine.step() if output.finished}
-        self._unfinished -= finished.keys()
-        return {request_id: self._outcome(output) for request_id, output in finished.items()}
+        return {
+            request_id: self._outcome(self._requests.pop(request_id), output) for request_id, output in finished.items()
+        }
 
     def unfinished(self) -> list[int]:
-        return list(self._unfinished)
+        return list(self._requests)
 
     def abort(self, request_ids: Collection[int]) -> dict[int, Completion]:
-        chosen = self._unfinished.intersection(request_ids)
-        self._unfinished -= chosen
         # Tensor-parallel ranks must free blocks in the same order, or they find different prefixes in their caches.
-        names = [str(request_id) for request_id in sorted(chosen)]
+        chosen = {number: self._requests.pop(number) for number in sorted(self._requests.keys() & set(request_ids))}
+        names = [str(request_id) for request_id in chosen]
         last_outputs = _LastOutputs()
         for state in self._engine.output_processor.request_states.values():
             if state.external_req_id in names:
                 state.queue = last_outputs
         self._engine.abort_request(names)
-        return responses_of({int(output.request_id): self._outcome(output) for output in last_outputs})
+        outputs = {int(output.request_id): output for output in last_outputs}
+        return responses_of({number: self._outcome(chosen[number], output) for number, output in outputs.items()})
 
     def begin_update(self) -> None:
         self._wake("weights")
@@ -152,6 +157,8 @@ class VllmEngine(RolloutEngine):
     def drop_cached_prefixes(self) -> None:
         if self.config.enable_prefix_caching and not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: requests are still running")
+        if self._placeholders:
+            self._engine.reset_encoder_cache()  # features of images, which vLLM keeps by their pixels alone
 
     def sleep(self) -> None:
         """On CUDA the weights leave the device too: to host memory (level 1), or they are dropped if they are sent again (level 2).
@@ -210,33 +217,49 @@ class VllmEngine(RolloutEngine):
             stop_token_ids=sorted(stop_tokens(sampling, self.eos_token_ids)),
             ignore_eos=sampling.ignore_eos,
             seed=seed,
-            logprobs=0,  # of the sampled token alone
+            logprobs=len(self._placeholders),  # of these, and of the sampled token
+            logprob_token_ids=list(self._placeholders) or None,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             logit_bias=dict.fromkeys(self._placeholders, NEVER) or None,
         )
 
-    def _outcome(self, output: Any) -> Outcome:
+    def _outcome(self, request: GenerationRequest, output: Any) -> Outcome:
         (answer,) = output.outputs
-        expected = self._expanded.pop(int(output.request_id), None)
-        if expected is not None and list(output.prompt_token_ids) != expected:
+        if request.images is not None and list(output.prompt_token_ids) != request.prompt_ids:
             return ValueError(
                 f"vLLM computes images of this prompt as {len(output.prompt_token_ids)} tokens, the run's processor as "
-                f"{len(expected)}; set actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs as data.min_pixels and "
-                "data.max_pixels, or use actor_rollout_ref.rollout.name=embedded"
+                f"{len(request.prompt_ids)}; set actor_rollout_ref.rollout.engine_kwargs.vllm.mm_processor_kwargs as "
+                "data.min_pixels and data.max_pixels, or use actor_rollout_ref.rollout.name=embedded"
             )
         if answer.finish_reason not in ("stop", "length", "abort"):
             return RuntimeError(f"vLLM ended a request with {answer.finish_reason!r}")
         tokens = list(answer.token_ids)
-        log_probs = [at_place[token].logprob for at_place, token in zip(answer.logprobs or (), tokens, strict=True)]
+        temperature = request.sampling.temperature or 1.0
+        places = zip(answer.logprobs or (), tokens, strict=True)
+        log_probs = [self._log_prob(found, token, temperature) for found, token in places]
         versions = [self.policy_version] * len(tokens)
         return Completion(tokens, log_probs, answer.finish_reason, versions)
+
+    def _log_prob(self, found: Mapping[int, Any], token: int, temperature: float) -> float:
+        """Of the full distribution. Log-probs that vLLM has processed are of one without placeholders, q: their bias is `NEVER`.
+
+        log p(token) = log q(token) - log(1 + sum of q(placeholder) without the bias)
+        """
+        if not self._is_processed:
+            return float(found[token].logprob)
+        biased = [found[placeholder].logprob for placeholder in self._placeholders]
+        return float(found[token].logprob - np.logaddexp.reduce([0.0, *(b - NEVER / temperature for b in biased)]))
 
 
 class _LastOutputs(list[Any]):
     """Takes the outputs of aborted requests, which vLLM gives to those with a queue."""
 
     put = list.append
+
+
+def _picture(file: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(file)).convert("RGB")
 
 
 def has_adapter_files(model: HFModelConfig, key: str) -> bool:
@@ -263,17 +286,20 @@ def engine_settings(
     """The arguments of `vllm.LLM`; `rollout.engine_kwargs.vllm` overrides them."""
     own = {name: value for name, value in config.engine_kwargs.get("vllm", {}).items() if value is not None}
     on_cpu = device.type == "cpu"
+    reads_images = is_vision(load_hf_config(model, key))
+    # dummy weights are also written to buffers, among them the means of pixels, which no update brings
+    load_format = "auto" if reads_images and config.load_format == "dummy" else config.load_format
     settings: dict[str, Any] = {
         "model": str(model_folder(model, key)),
         # prompts and responses are token ids; of a prompt with images vLLM makes them itself
-        "skip_tokenizer_init": not is_vision(load_hf_config(model, key)),
+        "skip_tokenizer_init": not reads_images,
         "trust_remote_code": model.trust_remote_code,
         "hf_overrides": dict(model.override_config),
         "generation_config": "vllm",  # sampling parameters come from the run's config alone
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": config.quantization,
         "kv_cache_dtype": config.kv_cache_dtype or "auto",
-        "load_format": config.load_format,
+        "load_format": load_format,
         "seed": config.seed % 2**32,
         "max_model_len": longest_sequence(config),
         "max_num_seqs": config.max_num_seqs,

@@ -75,8 +75,8 @@ class WeightUpdates:
         model = self.lockstep_model()
         with self.lockstep_context():
             finalize_layerwise_reload(model, self.vllm_config.model_config)
-            self.lockstep_tie_head(model)
-        return head_problem(model)
+            self.lockstep_tie_head(language_model(model))
+        return head_problem(language_model(model))
 
     def lockstep_fingerprints(self, names: list[str]) -> dict[str, int]:
         """The fingerprints of received tensors, changed for those that the model does not hold; see `lockstep_unread`."""
@@ -118,6 +118,11 @@ class WeightUpdates:
 
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
+
+
+def language_model(model: Any) -> Any:
+    """The part with the head: of a model that reads images a module, otherwise the model."""
+    return next((part for part in model.modules() if hasattr(part, "lm_head")), model)
 
 
 def tied_embedding(model: Any) -> str | None:

@@ -40,6 +40,7 @@ _VLLM = {
     "/inference/v1/abort_requests": ({"request_ids"}, set()),
     "/collective_rpc": ({"method"}, {"args", "kwargs", "timeout"}),
     "/reset_prefix_cache": (set(), set()),
+    "/reset_encoder_cache": (set(), set()),
     "/update_weight_version": ({"new_version"}, set()),
     "/pause": (set(), set()),
     "/resume": (set(), set()),
@@ -319,7 +320,8 @@ class _Handler(BaseHTTPRequestHandler):
             if ended.wait(state.delay_s) if state.delay_s else False:
                 finish = "abort"
                 break
-            tokens.append(rng.randrange(3, 50))
+            banned = sampling.get("logit_bias", {})
+            tokens.append(rng.choice([token for token in range(3, 50) if banned.get(str(token), 0) > -100]))
             if tokens[-1] in stops:
                 finish = "stop"
                 break

@@ -25,6 +25,7 @@ from lockstep.protocol.images import ImageInputs
 from lockstep.utils.audit import AuditError
 from lockstep.utils.fingerprint import fingerprint
 from tests.engines.rollout.fake_server import LOG_PROB, FakeServer, fake_servers
+from tests.tiny_vision import tiny_vision_config
 
 ROOT = Path(__file__).parents[3]
 EOS = 2
@@ -44,14 +45,15 @@ def vllm() -> Iterator[FakeServer]:
         yield made
 
 
-def engine_of(*servers: FakeServer, load: bool = True, **settings: Any) -> ServerEngine:
+def engine_of(*servers: FakeServer, load: bool = True, path: Path = ROOT, **settings: Any) -> ServerEngine:
+    """path: of the model; `ROOT` has none, which stands for one that reads no images."""
     defaults: dict[str, Any] = {"urls": [server.url for server in servers], "retry_backoff_s": 0.05, "max_retries": 3}
     config = RolloutConfig(
         name="server", prompt_length=32, response_length=16, server=ServerConfig(**defaults | settings)
     )
     engine = ServerEngine(config, [EOS], 0)
     if load:
-        engine.load(HFModelConfig(path="unused"), "m", torch.float32, torch.device("cpu"))
+        engine.load(HFModelConfig(path=str(path)), "m", torch.float32, torch.device("cpu"))
     return engine
 
 
@@ -109,13 +111,41 @@ def test_images_are_sent_as_data_uris_with_one_placeholder_each(server: FakeServ
     assert next(body[name] for name in ("token_ids", "input_ids", "prompt") if name in body) == [4, 9, 5, 9]
     uris = body.get("image_data") or [part["url"] for part in body["content_parts"]]
     assert [base64.b64decode(uri.removeprefix("data:image/png;base64,")) for uri in uris] == list(files)
-    if server.state.kind != "openai":
-        assert body["sampling_params"]["logit_bias"] == {"9": -100.0}
     server.state.image_tokens = (9, 4)
     with pytest.raises(
         ServerError, match=r"as 10 tokens, which are not the 8 of the run's processor.*data\.max_pixels"
     ):
         engine.generate([request])
+
+
+def test_placeholders_of_a_vision_model_are_never_sampled(server: FakeServer, tmp_path: Path) -> None:
+    """Also in responses to text."""
+    config = tiny_vision_config("qwen2_5_vl")
+    config.image_token_id, config.video_token_id = 9, 11
+    config.save_pretrained(tmp_path)
+    requests = requests_with(20, ignore_eos=True)
+    engine = engine_of(server, path=tmp_path)
+    if server.state.kind == "openai":
+        with pytest.raises(ServerError, match=r"the placeholder of an image, token (9|11), which no response may have"):
+            engine.generate(requests)
+        return
+    sampled = {token for completion in engine.generate(requests) for token in completion.token_ids}
+    assert sampled and not sampled & {9, 11}
+    biases = [body["sampling_params"]["logit_bias"] for body in server.state.generated]
+    assert biases == [{"9": -100.0, "11": -100.0}] * 20
+    of_text = engine_of(server)
+    sampled = {token for completion in of_text.generate(requests) for token in completion.token_ids}
+    assert sampled & {9, 11} and "logit_bias" not in server.state.generated[-1]["sampling_params"]
+
+
+def test_features_of_images_are_dropped_with_the_weights(vllm: FakeServer, tmp_path: Path) -> None:
+    """vLLM keeps them by their pixels, also after an update."""
+    tiny_vision_config("qwen2_5_vl").save_pretrained(tmp_path)
+    update(engine_of(vllm, path=tmp_path), 1)
+    paths = [path for path, _ in vllm.state.calls]
+    assert paths.index("/reset_encoder_cache") > max(n for n, path in enumerate(paths) if path == "/collective_rpc")
+    update(engine_of(vllm), 2)
+    assert [path for path, _ in vllm.state.calls].count("/reset_encoder_cache") == 1
 
 
 def test_a_server_that_does_not_show_the_prompt_gets_no_images(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +431,7 @@ def test_sglang_speaks_its_own_protocol() -> None:
     with fake_servers("sglang") as (server,):
         config = RolloutConfig(name="sglang", prompt_length=32, response_length=16, server=ServerConfig([server.url]))
         engine = SglangEngine(config, [EOS], 0)
-        engine.load(HFModelConfig(path="unused"), "m", torch.float32, torch.device("cpu"))
+        engine.load(HFModelConfig(path=str(ROOT)), "m", torch.float32, torch.device("cpu"))
         assert len(engine.generate(requests_with(3))) == 3 and len(server.state.generated) == 3
 
 
@@ -422,7 +452,7 @@ def test_sglang_takes_weights_by_broadcast() -> None:
         engine = SglangEngine(
             RolloutConfig(name="sglang", prompt_length=32, response_length=16, server=server), [EOS], 0
         )
-        engine.load(HFModelConfig(path="unused"), "m", torch.float32, torch.device("cpu"))
+        engine.load(HFModelConfig(path=str(ROOT)), "m", torch.float32, torch.device("cpu"))
         for version in (1, 2):
             sent = update(engine, version, changed=float(version))
         output, _ = process.communicate(timeout=20)

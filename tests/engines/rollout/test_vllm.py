@@ -232,6 +232,8 @@ def test_prompts_with_images_have_one_placeholder_per_image() -> None:
         unexpanded(GenerationRequest([9, 9, 5, 9, 9, 9], SamplingParams(), images=images))
 
 
-def test_a_model_that_reads_images_has_its_tokenizer_in_vllm(folder: Path, tmp_path: Path) -> None:
-    assert settings_of(folder)["skip_tokenizer_init"]
-    assert not settings_of(save_tiny_vision(folder=tmp_path, name="qwen2_5_vl"))["skip_tokenizer_init"]
+def test_a_model_that_reads_images_has_its_tokenizer_and_its_buffers_in_vllm(folder: Path, tmp_path: Path) -> None:
+    save_tiny_vision("qwen2_5_vl", tmp_path)
+    found = [settings_of(path, load_format="dummy") for path in (folder, tmp_path)]
+    assert [settings["skip_tokenizer_init"] for settings in found] == [True, False]
+    assert [settings["load_format"] for settings in found] == ["dummy", "auto"]

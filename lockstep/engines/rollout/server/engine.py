@@ -37,11 +37,13 @@ from lockstep.engines.rollout.server.pool import InFlight, ServerPool
 from lockstep.engines.rollout.server.protocols import Answer
 from lockstep.engines.rollout.server.reload import WeightsFolder, reload_server
 from lockstep.engines.rollout.server.weights import WeightTransfer, transfer_of
+from lockstep.models.placeholders import placeholders_in
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol.generation import Completion, GenerationRequest, Outcome, SamplingParams, WeightsLostError
 from lockstep.utils.audit import AuditError
 from lockstep.utils.distributed import current_rank, current_world_size, on_first_rank, wait_for_all_ranks
 from lockstep.utils.fingerprint import fingerprint
+from lockstep.utils.model_path import base_folder, local_model_folder
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -85,6 +87,8 @@ class ServerEngine(RolloutEngine):
             )
         )
         self._open_tokenizer = open_tokenizer
+        folder = local_model_folder(model.path, f"{key}.path", weights=False)
+        self._placeholders = placeholders_in(base_folder(folder, f"{key}.path", weights=False))
         self._open_folder = lambda root, owner: WeightsFolder(root, owner, model, key, dtype, open_tokenizer())
         self._loop = EventLoop()
         self._pool = self._loop.run(self._open(share_of(urls, current_rank(), current_world_size())))
@@ -102,7 +106,7 @@ class ServerEngine(RolloutEngine):
         """Find out what a server is; one token shows whether it returns token ids and log-probs."""
 
         async def probe(server: Server) -> None:
-            await open_server(server, self.config, self.kind, self._open_tokenizer)
+            await open_server(server, self.config, self.kind, self._open_tokenizer, self._placeholders)
             prompt = server.protocol.probe_prompt(self.eos_token_ids[0] if self.eos_token_ids else 0)
             request = GenerationRequest(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
             await pool.attempt(server, self._in_flight(request, server))

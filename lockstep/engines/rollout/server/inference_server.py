@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import ceil
 
 from transformers import PreTrainedTokenizerBase
@@ -56,10 +56,14 @@ class Server(Connection):
 
 
 async def open_server(
-    server: Server, config: RolloutConfig, kind: str, open_tokenizer: Callable[[], PreTrainedTokenizerBase]
+    server: Server,
+    config: RolloutConfig,
+    kind: str,
+    open_tokenizer: Callable[[], PreTrainedTokenizerBase],
+    placeholders: Sequence[int] = (),
 ) -> None:
-    """Find the server's protocol and model; ServerError if they do not fit the config."""
-    server.protocol = PROTOCOLS.get(kind if kind != "auto" else await _kind_of(server))(open_tokenizer)
+    """Find the server's protocol and model; ServerError if they do not fit the config. placeholders: see `ServerProtocol`."""
+    server.protocol = PROTOCOLS.get(kind if kind != "auto" else await _kind_of(server))(open_tokenizer, placeholders)
     server.paths = {path for path in server.protocol.optional if await server.has(path)}
     models = {model.name: model for model in await server.protocol.models(server)}
     wanted = config.server.model

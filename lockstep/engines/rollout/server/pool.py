@@ -149,6 +149,11 @@ def _check_answer(server: Server, flight: InFlight, answer: Answer) -> None:
         cause = f"{len(tokens)} tokens, but {len(log_probs)} log-probs"
     elif not all(isinstance(value, int | float) and math.isfinite(value) for value in log_probs):
         cause = "log-probs that are not numbers"
+    elif found := sorted(set(tokens).intersection(server.protocol.placeholders)):
+        cause = (
+            f"the placeholder of an image, token {found[0]}, which no response may have; use a server of vLLM or SGLang, which are "
+            "told not to sample it"
+        )
     elif len(tokens) > most:
         cause = f"{len(tokens)} tokens, {most} were asked for"
     elif answer.finish == "abort":

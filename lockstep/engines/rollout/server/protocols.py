@@ -69,6 +69,7 @@ class ServerProtocol(ABC):
     """One protocol, of one server.
 
     open_tokenizer:    the run's tokenizer, for a protocol whose prompts are text.
+    placeholders:      tokens that stand for images and videos, which no response may have; none of a text model.
     generate_path:     of requests.
     health_path:       is answered once the server is ready.
     marker:            a path that servers of this protocol alone have; None if there is none.
@@ -89,8 +90,9 @@ class ServerProtocol(ABC):
     ignores_eos: bool = True
     takes_images: bool = True
 
-    def __init__(self, open_tokenizer: Callable[[], PreTrainedTokenizerBase]) -> None:
+    def __init__(self, open_tokenizer: Callable[[], PreTrainedTokenizerBase], placeholders: Sequence[int] = ()) -> None:
         self.open_tokenizer = open_tokenizer
+        self.placeholders = tuple(placeholders)
 
     async def models(self, server: Connection) -> list[ServedModel]:
         """The models that the server serves."""
@@ -106,6 +108,10 @@ class ServerProtocol(ABC):
     @abstractmethod
     def answer(self, body: Any) -> Answer:
         """Read a server's answer; LookupError, TypeError or ValueError if a part is missing."""
+
+    def never_sampled(self) -> dict[str, Any]:
+        """The sampling parameter of vLLM and SGLang that keeps placeholders out of responses."""
+        return {"logit_bias": {str(token): NEVER for token in self.placeholders}} if self.placeholders else {}
 
     async def check_prompt(self, server: Connection, request: GenerationRequest, answer: Answer) -> None:
         """ServerError if the server, which tokenizes prompts or expands images, computed other tokens than the request's."""
@@ -193,7 +199,8 @@ class VllmProtocol(ServerProtocol):
     transfers = SERVER_KINDS["vllm"].transfers
     _ABORT = "/inference/v1/abort_requests"
     _UPDATE = ("/collective_rpc", "/pause", "/resume", "/reset_prefix_cache", "/update_weight_version")
-    optional = (_ABORT, *_UPDATE)
+    _RESET_IMAGES = "/reset_encoder_cache"
+    optional = (_ABORT, *_UPDATE, _RESET_IMAGES)
 
     def body(
         self, request: GenerationRequest, request_id: str, model: str, stops: Sequence[int], salt: str
@@ -210,7 +217,7 @@ class VllmProtocol(ServerProtocol):
             "cache_salt": salt,
             **more,
             "sampling_params": {
-                **_never_sampled(images),
+                **self.never_sampled(),
                 "temperature": sampling.temperature,
                 "top_k": max(sampling.top_k, 0),
                 "top_p": sampling.top_p,
@@ -250,7 +257,8 @@ class VllmProtocol(ServerProtocol):
             )
 
     async def why_no_updates(self, server: Connection) -> str | None:
-        missing = [path for path in self._UPDATE if path not in server.paths]
+        needed = (*self._UPDATE, self._RESET_IMAGES) if self.placeholders else self._UPDATE
+        missing = [path for path in needed if path not in server.paths]
         if missing:
             return (
                 f"{server.url} has no {missing[0]}, which weight updates need; start vLLM 0.32 or newer with "
@@ -311,6 +319,8 @@ class VllmProtocol(ServerProtocol):
         done = await server.post("/reset_prefix_cache")
         if not done["success"]:
             raise ServerError(f"{server.url} did not reset its prefix cache: requests are still running")
+        if self.placeholders:
+            await server.post(self._RESET_IMAGES)  # features of images, which vLLM keeps by their pixels alone
 
     async def sleep(self, server: Connection) -> None:
         await server.post("/sleep?level=1")
@@ -342,7 +352,7 @@ class SglangProtocol(ServerProtocol):
             "return_logprob": True,
             **more,
             "sampling_params": {
-                **_never_sampled(images),
+                **self.never_sampled(),
                 "temperature": sampling.temperature,
                 "top_k": sampling.top_k if sampling.top_k > 0 else -1,
                 "top_p": sampling.top_p,
@@ -465,10 +475,6 @@ class OpenAIProtocol(ServerProtocol):
 def image_parts(images: ImageInputs) -> list[dict[str, str]]:
     """vLLM's `content_parts`."""
     return [{"type": "image_url", "url": as_data_uri(file)} for file in images.files]
-
-
-def _never_sampled(images: ImageInputs | None) -> dict[str, Any]:
-    return {} if images is None else {"logit_bias": {str(images.token_id): NEVER}}
 
 
 def _check_expanded(server: Connection, prompt_ids: list[int], answer: Answer) -> None:

@@ -17,7 +17,7 @@ from lockstep.agents.interactions.interaction import BaseInteraction
 from lockstep.agents.loops import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, AgentState as AgentState
 from lockstep.agents.loops.agent_loop import AgentLoop, Setup
 from lockstep.agents.loops.tool_agent import call_id_of
-from lockstep.agents.renderer import TooLongError
+from lockstep.agents.renderer import TooLongError, content_of
 from lockstep.agents.schemas import ToolResponse
 from lockstep.agents.tool_parser import FunctionCall, ToolParser
 from lockstep.agents.tools.calls import CallLimits, ToolError, ToolSession, checked_text, finite, run_contained
@@ -111,7 +111,14 @@ class ToolAgentLoop(AgentLoopBase):
             interaction=interaction,
             interaction_kwargs=asked,
         )
-        self._session = ToolSession(self.tools, data.tools_kwargs, self._limits, data.request_id, kwargs)
+        self._session = ToolSession(
+            self.tools,
+            data.tools_kwargs,
+            self._limits,
+            data.request_id,
+            kwargs,
+            takes_images=self.setup.renderer.encoder is not None,
+        )
         try:
             await self._start_interaction(data)
             state = AgentState.PENDING
@@ -185,9 +192,14 @@ class ToolAgentLoop(AgentLoopBase):
             results = await asyncio.gather(
                 *(self._call_tool(call, agent_data.tools_kwargs, agent_data) for call in calls)
             )
+        if any(response.video for response, _, _ in results):
+            raise ValueError("_call_tool returned a video; text and images are supported")
         agent_data.tool_rewards += [reward for _, reward, _ in results if reward is not None]
-        texts = [(c.name, c.id or call_id_of(n), r[0].text or "") for n, (c, r) in enumerate(zip(calls, results))]
-        return self._append(agent_data, self.setup.renderer.tool_messages(texts))
+        contents = [
+            (call.name, call.id or call_id_of(number), content_of(response.text or "", response.image or ()))
+            for number, (call, (response, _, _)) in enumerate(zip(calls, results))
+        ]
+        return self._append(agent_data, self.setup.renderer.tool_messages(contents))
 
     async def _handle_interacting_state(self, agent_data: AgentData) -> AgentState:
         """Let the interaction score the turn and answer it. The last turn is scored too."""
@@ -219,7 +231,7 @@ class ToolAgentLoop(AgentLoopBase):
         """The response to one call; a tool that fails answers with its error."""
         result = await self._session.call(tool_call)
         self.server_manager.conversation.note_call(replace(result, reward=None))
-        return ToolResponse(text=result.text), result.reward, {}
+        return ToolResponse(text=result.text, image=list(result.images) or None), result.reward, {}
 
     def _append(self, agent_data: AgentData, messages: Sequence[dict[str, Any]]) -> AgentState:
         """Append messages of others as context; the conversation ends if they leave no room for a turn."""
@@ -235,6 +247,7 @@ class ToolAgentLoop(AgentLoopBase):
         if bridge is None or len(bridge.ids) >= room:
             return AgentState.TERMINATED
         agent_data.messages += added
+        self.server_manager.conversation.trajectory.add_images(bridge.images)
         agent_data.prompt_ids = agent_data.prompt_ids + bridge.ids
         agent_data.response_mask += [0] * len(bridge.ids)
         agent_data.response_logprobs += [0.0] * len(bridge.ids)
