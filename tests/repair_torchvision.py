@@ -20,7 +20,7 @@ IMPORT = [sys.executable, "-c", "import torchvision"]
 def main() -> None:
     spec = find_spec("torchvision")
     if spec is None or spec.origin is None:
-        sys.exit("torchvision is not installed")
+        return print("torchvision is not installed: the tests that need it are skipped")
     if subprocess.run(IMPORT, stderr=subprocess.DEVNULL).returncode != 0:
         with (Path(spec.origin).parent / "extension.py").open("a") as file:
             file.write(OPERATORS)

@@ -185,6 +185,7 @@ def test_grpo_config_of_a_users_document(base: list[str], tmp_path: Path) -> Non
     assert any(name.startswith("val-") for name in rows[-1])
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision: make test-vllm")
 def test_trains_with_images(base: list[str], tmp_path: Path) -> None:
     """A tied model whose tower is trained; rows with and without images."""
     heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}

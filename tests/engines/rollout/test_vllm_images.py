@@ -27,7 +27,9 @@ from tests.tiny_vision import image_message, save_tiny_vision_model, tiny_image,
 CPU, EOS = torch.device("cpu"), 2
 HEADS = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 """Of a size that vLLM's CPU kernels know."""
-needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
+needs_vllm = pytest.mark.skipif(
+    None in map(importlib.util.find_spec, ("vllm", "torchvision")), reason="needs vLLM with torchvision: make test-vllm"
+)
 
 
 def new_engine() -> VllmEngine:
