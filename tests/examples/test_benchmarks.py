@@ -16,6 +16,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.usefixtures("no_registrations")
+@pytest.mark.slow
 def test_no_conversation_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
     """Many conversations at once through the embedded engine; tools that hang, raise or return bytes cost only their own."""
     main = runpy.run_path(str(BENCHMARKS / "conversations.py"))["main"]
@@ -53,6 +54,7 @@ def test_drafts_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_learning_run_with_drafts_has_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_model(tmp_path / "model")
     write_rows(tmp_path / "train.parquet", 2)
@@ -69,6 +71,7 @@ def test_a_learning_run_with_drafts_has_the_same_tokens(tmp_path: Path, capsys: 
     assert capsys.readouterr().out.splitlines()[-1].startswith("| 2 |")
 
 
+@pytest.mark.slow
 def test_replay_leaves_no_gap_in_float32(capsys: pytest.CaptureFixture[str]) -> None:
     main = runpy.run_path(str(BENCHMARKS / "router_replay.py"))["main"]
     assert main(["--layers", "2", "--experts", "8", "--top-k", "2", "--prompts", "4", "--tokens", "8"]) == 0

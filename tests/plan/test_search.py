@@ -92,6 +92,7 @@ def test_placements_of_equal_models(
     assert found[0].step_s <= min(times.values())  # the search has no worse one
 
 
+@pytest.mark.slow
 def test_large_critic(settings: Any) -> None:
     small, large = (
         search(load_config(PPOConfig, settings("13b", "70b", n)), PAPER_DEVICE, tensor_parallel=(2,)) for n in (4, 12)

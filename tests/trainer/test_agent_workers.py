@@ -81,6 +81,7 @@ def comparable(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in step.items() if not name.startswith(others)} for step in steps]
 
 
+@pytest.mark.slow
 def test_results_are_the_same_in_two_workers_one_of_which_is_killed(
     arguments: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

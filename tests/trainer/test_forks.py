@@ -368,6 +368,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("no_registrations")
+@pytest.mark.slow
 def test_a_run_trains_on_every_turn_in_every_mode(
     arguments: list[str], tmp_path: Path, batches: list[DataProto]
 ) -> None:

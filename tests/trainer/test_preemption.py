@@ -89,6 +89,7 @@ def signalled(original: Callable[..., Any], number: int) -> Callable[..., Any]:
     return method
 
 
+@pytest.mark.slow
 def test_stops_in_generation_in_the_update_and_in_validation(
     overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -677,6 +677,7 @@ def same_run(one: Path, other: Path, step: int) -> None:
     assert any(name.endswith(".distcp") for name in states[0])
 
 
+@pytest.mark.slow
 def test_a_ppo_run_resumes_from_the_store_bit_for_bit(overrides: list[str], tmp_path: Path) -> None:
     command = [*overrides, "trainer.save_freq=2", "trainer.test_freq=2", "trainer.total_epochs=2"]
     remote = [*command, f"trainer.default_hdfs_dir=file://{tmp_path}/store", "trainer.max_actor_ckpt_to_keep=2"]

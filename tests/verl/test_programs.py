@@ -97,6 +97,7 @@ def test_reward_manager_and_task_runner(files: Path, tmp_path: Path, monkeypatch
     assert after["critic/score/min"] >= -0.25  # the penalty of the command line
 
 
+@pytest.mark.slow
 def test_trainer_with_its_own_fit(files: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     program = load(ported("length_trainer.py", tmp_path))
     config = OmegaConf.create(default_tree())
