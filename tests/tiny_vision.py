@@ -29,7 +29,7 @@ MERGED = 16
 @dataclass(frozen=True)
 class Family:
     """
-    tokens:  special tokens beside those of tiny_tokenizer; the placeholder of an image feature is tokens["image_token"].
+    tokens:  special tokens in addition to those of tiny_tokenizer; the placeholder of an image feature is tokens["image_token"].
     image:   how the chat template writes an image.
     config:  (size of the text model, token ids by name) to the arguments of the config.
     process: the image processor's settings, and those of the processor.

@@ -45,7 +45,7 @@ def state_layer_bytes(
 
     keys, values: entries of a token's keys and values, with a key per value head. convolved: channels of the convolution.
     """
-    # q, k, v, b, a, z; q and k normalised, v, and the delta rule's triangle; its output before and after the norm, beside z
+    # q, k, v, b, a, z; q and k normalised, v, and the delta rule's triangle; its output before and after the norm; z
     mixer = (convolved + 2 * value_heads + values) + (2 * keys + values + DELTA_CHUNK * value_heads) + 3 * values
     gates = 8 * value_heads * STREAM_BYTES  # decay, its logarithm's parts, and the norms of q and k
     state = keys * values // value_heads * STREAM_BYTES  # with which a sequence begins after a shared prompt

@@ -11,7 +11,7 @@ _KIND_LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
 
 @dataclass(frozen=True)
 class StateLayer:
-    """The part of a decoder layer that has a state, in place of attention or beside it.
+    """The part of a decoder layer that has a state, in place of attention or next to it.
 
     parameters:      of its projections, convolution and norms.
     projected:       entries per token of its input projection.
@@ -78,7 +78,7 @@ def layer_counts(text: Mapping[str, Any], num_layers: int) -> LayerCounts:
         return LayerCounts(attention, state, len(kinds) - attention - state)
     kinds = _kinds(text, num_layers)
     state = _count(kinds, _STATE_KINDS)
-    shared = _count(kinds, ("hybrid",))  # Zamba: attention beside a state
+    shared = _count(kinds, ("hybrid",))  # Zamba: attention and a state
     return LayerCounts(num_layers - state, state + shared, num_layers)
 
 

@@ -90,7 +90,7 @@ def test_the_dashboard_on_a_made_run(tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason='needs plotly: pip install "lockstep-rl[dashboard]"')
     sizes = ["--steps", "20", "--prompts", "4", "--samples", "2"]
     files = ["--json", str(tmp_path / "seconds.json"), "--folder", str(tmp_path / "large_run")]
-    # A process of its own: Playwright starts no second browser beside the one that tests of this process share.
+    # In its own process: Playwright starts no second browser in one whose tests share a browser already.
     subprocess.run([sys.executable, str(BENCHMARKS / "dashboard.py"), *sizes, *files], check=True)
     spent = json.loads((tmp_path / "seconds.json").read_text())
     assert {
@@ -148,7 +148,7 @@ def test_profile_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.slow
 def test_long_sequences(tmp_path: Path) -> None:
-    """Responses have full length, the plan's memory is beside the run's figures, and a peer that fails is a result."""
+    """Responses have full length, the plan's memory is printed with the run's figures, and a peer that fails is a result."""
     found = tmp_path / "found.json"
     sizes = ["--prompts", "2", "--samples", "2", "--prompt-tokens", "16", "--new-tokens", "40", "--run", "tiny-lora"]
     peer = ["--peer", "trl", "--peer-python", str(tmp_path / "none")]

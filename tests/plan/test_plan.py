@@ -248,7 +248,7 @@ def test_agrees_with_measured_runs(
 
 
 def test_a_response_of_32k_tokens(command: Any) -> None:
-    """What an update keeps, by hand: every layer of 1.5B; 17 of 28 layers of 7B, beside the logits that the head keeps.
+    """What an update keeps, by hand: every layer of 1.5B; 17 of 28 layers of 7B, and the logits that the head keeps.
 
     Without room for those, the backward of one layer is the peak instead.
     """

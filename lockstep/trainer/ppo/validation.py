@@ -81,7 +81,7 @@ class Responses:
         return name_validation_metrics(process_validation_metrics(self.data_sources, self.uids, self.variables))
 
     def dump(self, folder: str, step: int) -> None:
-        """Write them to `{step}.jsonl` in the folder, and their images beside it."""
+        """Write them to `{step}.jsonl` in the folder, and their images next to it."""
         texts, details = (self.inputs, self.outputs, self.ground_truths), self.dumped_details
         if any(images is not None for images in self.images):
             details["images"] = write_images(Path(folder).expanduser(), self.images)

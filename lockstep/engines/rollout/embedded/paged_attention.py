@@ -4,7 +4,7 @@
 
 The tokens of a step are concatenated: first those of sequences with tokens in the cache (`CachedRows`), then those of new
 sequences, which see only each other and go through `PackedAttention`.
-A cache in 8 bits holds float8_e4m3fn without scales. Whoever reads it sees the rounded keys and values, also those of its own
+A cache in 8 bits holds float8_e4m3fn without scales. Readers see the rounded keys and values, also of their own
 token; new sequences see each other's as they were computed.
 Legend: T tokens of the step, N rows, Q new tokens per row, L cached tokens per row, H query heads, HK key heads, G = H / HK.
 """
