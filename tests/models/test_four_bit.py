@@ -25,8 +25,7 @@ from tests.engines.train import cases
 from tests.models.test_lora import log_probs, plain_log_probs, policy_engine, train
 from tests.tiny import random_batch, save_tiny_model, tiny_tokenizer
 
-pytest.importorskip("bitsandbytes")
-
+Linear4bit = pytest.importorskip("bitsandbytes").nn.Linear4bit
 CPU = torch.device("cpu")
 
 
@@ -46,6 +45,9 @@ def peft_qlora(folder: Path, engine: FsdpEngine) -> Any:
     base = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=nf4, device_map={"": "cpu"}, attn_implementation="eager"
     )
+    for layer in base.modules():
+        if isinstance(layer, Linear4bit):
+            layer.support_avx512bf16_for_cpu = False  # would compute in bfloat16, and needs rows of 64
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
     own = adapter_layers(engine.model.transformer)
     for path, layer in adapter_layers(model.base_model.model).items():
