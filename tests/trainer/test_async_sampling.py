@@ -281,6 +281,37 @@ def test_failed_generation_ends_the_step_with_its_error(sampling: Any) -> None:
     assert made.sampler.client.aborted <= {10, 11, 13} and not made.sampler.client.is_running
 
 
+def test_the_step_after_a_failure_waits_for_the_call_that_it_left_behind(sampling: Any) -> None:
+    """As after a repair of the rollout: the reward function is never called twice at a time."""
+    calling, began = threading.Lock(), threading.Event()
+
+    def slow(data: DataProto, return_dict: bool) -> dict[str, Any]:
+        assert calling.acquire(blocking=False), "called twice at a time"
+        began.set()
+        time.sleep(10 * SECONDS)
+        calling.release()
+        return by_number(data, return_dict)
+
+    made = sampling(reward=slow)
+    answer = made.sampler.client.generate
+
+    async def fail_in_a_call(request: GenerationRequest, *, key: str = "") -> Completion:
+        while request.prompt_ids == [13]:
+            if began.is_set():
+                raise ConnectionError("the rollout is gone")
+            await asyncio.sleep(0.001)
+        result: Completion = await answer(request, key=key)
+        return result
+
+    made.sampler.client.generate = fail_in_a_call
+    with pytest.raises(ConnectionError):
+        collect(made, range(10, 14))
+    assert calling.locked()
+    made.sampler.client.generate = answer
+    batch, _, _ = collect(made, range(10, 14))
+    assert numbers_of(batch)[::N] == [10, 11, 12, 13]
+
+
 def test_failed_reward_ends_the_step_with_its_error(sampling: Any) -> None:
     def broken(data: DataProto, return_dict: bool) -> dict[str, Any]:
         raise KeyError("answer")

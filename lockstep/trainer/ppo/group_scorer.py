@@ -77,6 +77,7 @@ class GroupScorer:
         self._with_responses = with_responses
         self._submission = submission
         self._is_generating = is_generating
+        self._calling = threading.Lock()  # a failure of the rollout may leave a call behind
         self.begin()
 
     def begin(self) -> None:
@@ -151,11 +152,12 @@ class GroupScorer:
         return parts[0] if len(parts) == 1 else DataProto.concat(parts)
 
     def _scored(self, taken: list[_Waiting]) -> DataProto:
-        began = time.perf_counter()
-        batch = self._rows(taken)
-        with span("reward", ("rewards", 0)):
-            batch = with_scores(batch, self.rm_wg, self.reward_fn, self._submission)
-        self.busy_s += time.perf_counter() - began
+        with self._calling:
+            began = time.perf_counter()
+            batch = self._rows(taken)
+            with span("reward", ("rewards", 0)):
+                batch = with_scores(batch, self.rm_wg, self.reward_fn, self._submission)
+            self.busy_s += time.perf_counter() - began
         return batch
 
 

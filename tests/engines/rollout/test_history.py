@@ -11,6 +11,7 @@ from lockstep.engines.rollout.embedded.history import (
     MIN_MATCH,
     START,
     AnswerHistory,
+    PromptAnswers,
     prompt_key,
 )
 from lockstep.protocol.generation import GenerationRequest, SamplingParams
@@ -105,6 +106,20 @@ def test_indices_are_part_of_the_bound() -> None:
     assert lengths(history, key(0)) == [] and lengths(history, key(7)) == lengths(history, key(19)) == [1000]
     history.end_step()
     assert history.num_bytes == without * len(history) / 20
+
+
+def test_the_end_of_a_step_costs_nothing_for_prompts_it_did_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = AnswerHistory(1 << 20)
+    for number in range(50):
+        history.add(key(number), [1, 2, 3, 4])
+    history.end_step()
+    history.add(key(5), [1, 2, 3, 4])
+    history.draft(key(7), [1, 2], 2)
+    counted: list[PromptAnswers] = []
+    monkeypatch.setattr(AnswerHistory, "_count", lambda self, prompt: counted.append(prompt))
+    history.end_step()
+    assert {id(prompt) for prompt in counted} == {id(history._prompts[key(number)]) for number in (5, 7)}
+    assert all(prompt.index is None for prompt in history._prompts.values())
 
 
 def test_a_prompt_whose_index_is_above_the_bound_is_dropped() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from lockstep.config.actor_rollout_ref import HistoryDraftsConfig
 from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
@@ -15,6 +16,7 @@ from lockstep.engines.rollout.embedded.draft_controller import USELESS_TOKENS, A
 from lockstep.engines.rollout.embedded.draft_step import num_agreeing
 from lockstep.engines.rollout.embedded.drafter import DraftTotals
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
+from lockstep.engines.rollout.embedded.paged_attention import PagedAttention
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.known_models import install_decoder_layers
 from tests.engines.rollout.exact_machine import skip_unless_exact
@@ -151,7 +153,7 @@ def test_aborted_requests_and_continued_prompts(model: Any, requests: list[Gener
     assert_same([parts[place] for place in range(len(requests))], plain)
     # a tool's result follows the answer
     turns = [
-        GenerationRequest(r.prompt_ids + c.token_ids + [8, 9, 10], r.sampling, r.seed) for r, c in zip(requests, plain)
+        GenerationRequest(r.prompt_ids + c.token_ids + [8, 9, 11], r.sampling, r.seed) for r, c in zip(requests, plain)
     ]
     expected = embedded(model).generate(turns)
     for _ in range(2):
@@ -231,6 +233,42 @@ def test_useless_history_is_dropped(model: Any) -> None:
         engine.drafter.controller.note(Acceptance(), 4, 0)
     engine.generate([request])
     assert len(engine.drafter.history) == 0
+
+
+class HopefulController(DraftController):
+    """Drafts as much as it may."""
+
+    def may_pay(self, rows: Sequence[Acceptance], num_rows: int) -> bool:
+        return num_rows < self.max_tokens
+
+    def _speedup(self, num_rows: int, gains: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+        return 2 + gains
+
+
+def test_drafts_that_run_out_of_memory_become_fewer_and_as_many_sequences_run(
+    requests: list[GenerationRequest], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model()
+    expected = embedded(model).generate(requests)
+    engine = drafting(model)
+    assert engine.drafter is not None and engine.runner is not None
+    engine.drafter.controller = HopefulController(8, 1000)
+    engine.generate(requests[::2])
+    compute = engine.runner.forward
+
+    def refusing(tokens: Tensor, positions: Tensor, context: Any, **more: Any) -> Tensor:
+        if isinstance(context, PagedAttention) and context.fresh is None and tokens.numel() > 20:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return compute(tokens, positions, context, **more)
+
+    engine.runner.forward = refusing  # type: ignore[method-assign]
+    for _ in range(2):
+        assert_same(engine.generate(requests), expected)
+    assert engine.lowered_limits() == {} and engine.scheduler.max_num_seqs == embedded(model).scheduler.max_num_seqs
+    assert 10 <= engine.drafter.controller.max_tokens <= 20
+    assert totals(engine).num_accepted > 0
+    assert "tokens with drafts (DefaultCPUAllocator: can't allocate memory): such steps have at most" in caplog.text
+    assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
 def test_steps_that_capture_a_graph_are_not_measured(

@@ -113,6 +113,25 @@ def test_a_sample_without_a_free_slot_uses_the_shared_prompt_later() -> None:
     assert scheduler.blocks.num_free == 64
 
 
+def test_samples_of_one_prompt_stay_together_when_the_expected_lengths_change() -> None:
+    """The first samples are shorter than expected: those of other prompts seem longer from then on."""
+    scheduler = make(seqs=2)
+    expected = {1: 10.0, 2: 9.0, 3: 8.0}
+    scheduler.expected_length = lambda s: expected[s.request.prompt_ids[0]]
+    for i, first in enumerate([1, 2, 3] * 4):
+        scheduler.add(sequence(i, [first, *range(10, 17)], max_tokens=2))
+    started: list[int] = []
+    num_computed = 0
+    while scheduler.has_unfinished:
+        plan = step(scheduler)
+        for s in {s for row in plan.rows for s in row.samplers if s.num_generated == 1}:
+            started.append(s.request.prompt_ids[0])
+            expected[started[-1]] = 1.0
+        num_computed += sum(row.start == 0 for row in plan.rows)
+        assert len(scheduler._shared) <= 1
+    assert started == [1] * 4 + [2] * 4 + [3] * 4 and num_computed == 3
+
+
 def test_samples_of_one_prompt_get_a_copy_of_its_state() -> None:
     scheduler = make(num_slots=8)
     for i in range(3):

@@ -7,6 +7,7 @@ draft token, samples all of these positions, and keeps the tokens up to the firs
 tokens that plain steps would have sampled.
 """
 
+import logging
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from lockstep.engines.rollout.embedded.draft_controller import (
 from lockstep.engines.rollout.embedded.history import MAX_MATCH, AnswerHistory
 from lockstep.engines.rollout.embedded.sequence import Sequence
 
+logger = logging.getLogger(__name__)
 MIN_STEP_TOKENS = 64
 """A step may have this many tokens even if fewer sequences may run at once."""
 
@@ -84,6 +86,15 @@ class Drafter:
         self.history.end_step()
         if self.controller.is_useless():
             self.history.clear()
+
+    def lower_tokens(self, num_tokens: int, reason: str) -> None:
+        """Halve the tokens of a step with drafts that has failed."""
+        self.controller.max_tokens = num_tokens // 2
+        logger.warning(
+            "out of memory for a decode step of %d tokens with drafts (%s): such steps have at most %d tokens from now on; lower "
+            "actor_rollout_ref.rollout.gpu_memory_utilization",
+            *(num_tokens, reason, self.controller.max_tokens),
+        )
 
     def is_due(self, sequences: Rows[Sequence]) -> bool:
         """Whether drafts of these sequences are worth looking for."""

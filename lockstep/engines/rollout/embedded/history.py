@@ -162,6 +162,7 @@ class AnswerHistory:
         self.num_bytes = 0
         self.index_s = 0.0
         self._prompts: OrderedDict[bytes, PromptAnswers] = OrderedDict()  # least recently used first
+        self._used_now: set[bytes] = set()  # keys since the last `end_step`
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -200,23 +201,26 @@ class AnswerHistory:
             began = time.perf_counter()
             prompt.build_index()
             self.index_s += time.perf_counter() - began
-            self._prompts.move_to_end(key)
-            self._count(prompt)
+            self._count(self._used(key))
         assert prompt.index is not None
         return prompt.index.continuation([START] * (MAX_MATCH - len(tail)) + tail, max_tokens)
 
     def end_step(self) -> None:
         """Drop indices and references to sequences; the answers stay."""
-        for key, prompt in list(self._prompts.items()):
+        for key in self._used_now:
+            if (prompt := self._prompts.get(key)) is None:
+                continue
             prompt.index = None
             prompt.running.clear()
             if prompt.answers:
                 self._count(prompt)
             else:
                 self.num_bytes -= self._prompts.pop(key).counted_bytes
+        self._used_now.clear()
 
     def clear(self) -> None:
         self._prompts.clear()
+        self._used_now.clear()
         self.num_bytes = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,6 +248,7 @@ class AnswerHistory:
     def _used(self, key: bytes) -> PromptAnswers:
         prompt = self._prompts.setdefault(key, PromptAnswers())
         self._prompts.move_to_end(key)
+        self._used_now.add(key)
         return prompt
 
     def _count(self, prompt: PromptAnswers) -> None:

@@ -4,6 +4,7 @@
     prefill                   tokens per prefill step (a prompt without chunks gets chunks)
     decoding, sampling        sequences that run at once
     both, at the least size   the KV cache
+    decoding with drafts      tokens of such a step (`Drafter.lower_tokens`)
     the KV cache              itself, down to the blocks of the longest sequence; then the sequences that have a state
 
 The sequences of the step are undone or preempted first, so that nothing is lost but time: a preempted sequence goes on with its

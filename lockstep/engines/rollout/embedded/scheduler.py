@@ -10,8 +10,9 @@ several steps of one token for every decoding sequence. If blocks run out, the y
 blocks and is prefilled again later, with the tokens it has generated.
 
 Waiting sequences start longest first, by the expected length of their answer, so that no long answer is left to decode alone at the
-end; first in, first out among equals and if nothing is expected. Preempted sequences start before all others. Those that arrive
-after the first of a round has started belong to the next round, so no sequence waits forever.
+end; first in, first out among equals and if nothing is expected. Samples of a prompt whose blocks are kept for them start before
+those of others, and preempted sequences before all. Those that arrive after the first of a round has started belong to the next
+round, so no sequence waits forever.
 
 Prompts with equal tokens and equal images are computed once. The first sequence with a prompt (the leader) computes it while the
 others wait; then they share its blocks, and those admitted in the same step sample their first token from the same logits.
@@ -318,9 +319,12 @@ class Scheduler:
         waiting = list(self._waiting.values())
         if all(s.index > self._round_end for s in waiting):
             self._round_end = max((s.index for s in waiting), default=-1)
-        return sorted(
-            waiting, key=lambda s: (s.num_preempted == 0, s.index > self._round_end, -self.expected_length(s))
-        )
+
+        def place(s: Sequence) -> tuple[bool, bool, bool, float]:
+            is_computed = s.prompt_id in self._shared  # its blocks are kept until its last sample starts
+            return s.num_preempted == 0, s.index > self._round_end, not is_computed, -self.expected_length(s)
+
+        return sorted(waiting, key=place)
 
     def _start(self, sequence: Sequence) -> None:
         self._leave_queue(sequence)

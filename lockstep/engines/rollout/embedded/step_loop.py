@@ -234,13 +234,16 @@ class StepLoop:
             self.limits.shrink_cache(self.runner, shortage)
 
     def _retreat_from_window(self, window: DecodeWindow, decoder: Decoder, shortage: str) -> None:
-        """Take the window back, and let fewer sequences run."""
+        """Take the window back, and let fewer sequences run or, if it has drafts, draft less."""
         window.truncate(0)
         self._free_memory(decoder)
         # copies not made: the blocks of some sequences are incomplete; steps that did run have changed the states
         if window.copies or self.scheduler.has_states:
             self.scheduler.preempt_above(0)
-        if not self.limits.lower_seqs(len(window.rows), shortage) and not decoder.disable_graphs():
+        if window.drafts:
+            assert self.drafter is not None
+            self.drafter.lower_tokens(len(window.rows) + sum(map(len, window.drafts.values())), shortage)
+        elif not self.limits.lower_seqs(len(window.rows), shortage) and not decoder.disable_graphs():
             self.limits.shrink_cache(self.runner, shortage)
 
     def _free_memory(self, decoder: Decoder) -> None:
