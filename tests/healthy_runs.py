@@ -13,11 +13,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from io import BytesIO
 from pathlib import Path
+
+import pandas as pd
 
 from lockstep.config.audit import AuditConfig, SupervisedAuditConfig
 from lockstep.trainer import fsdp_sft_trainer, main_dpo, main_ppo, main_rm
-from tests.tiny import save_tiny_model, save_tiny_moe, small_run, write_rows
+from tests.models.architectures import save_tiny_model as save_tiny_architecture
+from tests.tiny import save_tiny_model, save_tiny_moe, small_run, tiny_tokenizer, write_rows
+from tests.tiny_vision import save_tiny_vision_model, tiny_image
 
 ALGORITHM, ACTOR, ROLLOUT = "algorithm", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GROUPS = (f"{ALGORITHM}.adv_estimator=grpo", f"{ROLLOUT}.n=4")
@@ -108,9 +113,34 @@ RUNS = {
         )
     ),
     "requests": Run((*GROUPS, f"{ROLLOUT}.mode=async", f"{ROLLOUT}.over_sample_rate=0.5")),
+    "scored_while_generating": Run((*GROUPS, f"{ROLLOUT}.mode=async", "reward_model.reward_kwargs.num_workers=2")),
     "colocated": Run((*GROUPS, "trainer.async_mode=colocated")),
     "one_step_off": Run((*GROUPS, "trainer.async_mode=one_step_off", *SPLIT)),
     "fully_async": Run((*GROUPS, "trainer.async_mode=fully_async", *SPLIT, f"{ALGORITHM}.filter_groups.enable=true")),
+    "exact": Run((*GROUPS, f"{ROLLOUT}.exact=true", f"{ACTOR}.use_kl_loss=true")),
+    "history_drafts": Run((*GROUPS, f"{ROLLOUT}.history_drafts.enable=true", f"{ROLLOUT}.temperature=0.1")),
+    "fp8_weights": Run((*GROUPS, f"{ROLLOUT}.quantization=fp8")),
+    "fp8_cache": Run((*GROUPS, f"{ROLLOUT}.kv_cache_dtype=fp8")),
+    "hybrid_model": Run((*GROUPS, "actor_rollout_ref.model.path={files}/hybrid", f"{ROLLOUT}.max_num_seqs=5")),
+    "hybrid_agents": Run(
+        (
+            *GROUPS,
+            "actor_rollout_ref.model.path={files}/hybrid",
+            f"{ROLLOUT}.agent.default_agent_loop={{files}}/loop.py:ThreeTurns",
+            "data.max_response_length=150",
+        )
+    ),
+    "latents": Run((*GROUPS, "actor_rollout_ref.model.path={files}/latents")),
+    "images": Run(
+        (
+            *GROUPS,
+            "actor_rollout_ref.model.path={files}/vision",
+            "data.train_files={files}/images.parquet",
+            "data.val_files={files}/images.parquet",
+            "data.max_prompt_length=200",
+            "actor_rollout_ref.model.freeze_vision_tower=true",
+        )
+    ),
     "hf_engine": Run((*GROUPS, f"{ROLLOUT}.name=hf")),
     "sampler": Run((*GROUPS, "data.sampler.class_path={files}/sampler.py", "data.sampler.class_name=Weighted")),
     "ray": Run((*GROUPS, "trainer.n_gpus_per_node=2"), needs="ray"),
@@ -127,8 +157,13 @@ def write_files(folder: Path) -> None:
     """Models and data of all runs."""
     save_tiny_model(folder / "model")
     save_tiny_moe(folder / "moe")
+    for name, kind in (("hybrid", "qwen3_5_text"), ("latents", "deepseek_v3")):
+        save_tiny_architecture(kind, folder / name, vocab_size=259, max_position_embeddings=256)
+        tiny_tokenizer().save_pretrained(folder / name)
+    save_tiny_vision_model(folder / "vision")
     write_rows(folder / "train.parquet", 16)
     write_rows(folder / "val.parquet", 4)
+    write_image_rows(folder / "images.parquet")
     for name, text in (("reward", REWARD), ("loop", LOOP), ("sampler", SAMPLER)):
         (folder / f"{name}.py").write_text(text)
     rows = [{"prompt": f"{i % 9}+{i % 4}=", "chosen": str(i % 9 + i % 4), "rejected": f"{7 * i} so"} for i in range(20)]
@@ -136,6 +171,24 @@ def write_files(folder: Path) -> None:
     talks = [{"messages": [{"role": role, "content": row[key]} for role, key in turns]} for row in rows]
     for name, data in (("pairs", rows), ("talks", talks)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+
+
+def write_image_rows(path: Path) -> None:
+    """Prompts with one image, with two, and without."""
+    rows = []
+    for i in range(12):
+        pictures = [BytesIO() for _ in range(i % 3)]
+        for number, picture in enumerate(pictures):
+            tiny_image(32 + 16 * (i % 2), seed=2 * i + number).save(picture, format="PNG")
+        rows.append(
+            {
+                "data_source": "test",
+                "prompt": [{"role": "user", "content": "<image>" * len(pictures) + f"Count {i}."}],
+                "images": [{"bytes": picture.getvalue()} for picture in pictures],
+                "reward_model": {"style": "rule", "ground_truth": str(i)},
+            }
+        )
+    pd.DataFrame(rows).to_parquet(path)
 
 
 def command_of(name: str, files: Path, folder: Path, levels: str = "stop") -> list[str]:

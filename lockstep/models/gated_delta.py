@@ -12,7 +12,6 @@ Shapes: N rows of L tokens; HK key heads of DK, HV value heads of DV; states: co
 and recurrent (N, HV, DK, DV) in float32.
 """
 
-import importlib.metadata
 import inspect
 import logging
 import re
@@ -57,18 +56,29 @@ def trains_with_kernels() -> bool:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return True
     version = triton_version()
-    if not (3, 4) <= version < (3, 7, 1) or find_spec("tilelang") is not None:
+    if not (3, 4) <= version < (3, 7, 1) or has_tilelang():
         return True
     logger.warning(
         "flash-linear-attention cannot train with Triton %s on this GPU: the gated delta rule trains in torch, which is slower. "
-        "Install triton 3.7.1 or later, or tilelang.",
+        "Install triton 3.7.1 or later, or tilelang and nvcc.",
         ".".join(map(str, version)),
     )
     return False
 
 
 def triton_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", importlib.metadata.version("triton"))[:3])
+    import triton  # its distribution has several names
+
+    return tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:3])
+
+
+def has_tilelang() -> bool:
+    """Whether flash-linear-attention leaves the backward pass to tilelang, which compiles with nvcc."""
+    if find_spec("tilelang") is None:
+        return False
+    from fla.utils import has_usable_nvcc
+
+    return bool(has_usable_nvcc())
 
 
 def kernels_serve(x: Tensor) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.kernels.activation_memory import layer_bytes
+from lockstep.plan.mlp_layers import dense_inner, dense_mlps
 from lockstep.plan.state_layers import LayerCounts, StateLayer, layer_counts, state_layer, with_plain_keys
 
 _TIED_BY_DEFAULT = ("gemma", "cohere")
@@ -24,6 +25,7 @@ class ModelShape:
 
     counts:         layers that attend, that have a state, and that have an MLP: all, none and all in most models.
     shared_experts: of the experts, those that every token uses.
+    dense_mlps:     of the layers with an MLP, those in a model with experts that have a single one, of size `dense_inner`.
     state:          of a recurrent or hybrid model.
     kv_entries:     a key and a value of one head.
     latent:         entries of a token's latent and rope key, from which keys and values are expanded (MLA); 0 if there is none.
@@ -44,6 +46,8 @@ class ModelShape:
     experts: int = 1
     active_experts: int = 1
     shared_experts: int = 0
+    dense_mlps: int = 0
+    dense_inner: int = 0
     state: StateLayer | None = None
 
     @classmethod
@@ -64,14 +68,19 @@ class ModelShape:
 
         width, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", "n_heads")
         experts = size("num_experts", "num_local_experts", "n_routed_experts", default=0)
-        inner = size("intermediate_size", "n_inner", "ffn_dim", default=4 * width)
+        inner = dense_inner(text, size("intermediate_size", "block_ff_dim", "n_inner", "ffn_dim", default=4 * width))
         expert = size("moe_intermediate_size", default=inner)
         shared = size(
-            "n_shared_experts", default=math.ceil(size("shared_expert_intermediate_size", default=0) / expert)
+            *("n_shared_experts", "num_shared_experts"),
+            default=math.ceil(size("shared_expert_intermediate_size", default=0) / expert),
         )
         kinds = text.get("layers_block_type") or text.get("hybrid_override_pattern")  # which has no number of layers
         layers = size("num_hidden_layers", "n_layer", "n_layers", default=len(kinds) if kinds else None)
         state = state_layer(text, width)
+        counts = LayerCounts(layers, 0, layers) if state is None else layer_counts(text, layers)
+        num_dense = min(dense_mlps(text, layers), counts.mlp) if experts else 0
+        if num_dense == counts.mlp:
+            experts = 0
         head_dim = size("head_dim", default=width // heads)
         rank, rope = size("kv_lora_rank", default=0), size("qk_rope_head_dim", default=0)
         expanded = size("qk_nope_head_dim", default=0) + rope + size("v_head_dim", default=0)
@@ -81,7 +90,7 @@ class ModelShape:
             width=width,
             inner=expert if experts else inner,
             layers=layers,
-            counts=LayerCounts(layers, 0, layers) if state is None else layer_counts(text, layers),
+            counts=counts,
             heads=heads,
             key_heads=size("num_key_value_heads", default=heads),
             head_dim=head_dim,
@@ -89,8 +98,10 @@ class ModelShape:
             latent=rank + rope if rank else 0,
             tied=bool(text.get("tie_word_embeddings", model_type.startswith(_TIED_BY_DEFAULT))),
             experts=experts + shared if experts else 1,
-            active_experts=size("num_experts_per_tok", default=1) + shared if experts else 1,
+            active_experts=size("num_experts_per_tok", "num_experts_per_token", default=1) + shared if experts else 1,
             shared_experts=shared if experts else 0,
+            dense_mlps=num_dense if experts else 0,
+            dense_inner=inner if experts else 0,
             state=state,
         )
 
@@ -112,6 +123,16 @@ class ModelShape:
         return self.experts - self.shared_experts if self.experts > 1 else 0
 
     @property
+    def routed_parameters(self) -> float:
+        """Of a layer's experts that the router chooses from, on average."""
+        return (self.counts.mlp - self.dense_mlps) * self.routed_experts * self.mlp_parameters / self.layers
+
+    def used_mlp_parameters(self, experts: float) -> float:
+        """Of a layer's MLP, on average, if tokens use this many of its experts."""
+        of_dense = self.dense_mlps * self.mlp_parameters * self.dense_inner / self.inner
+        return (of_dense + (self.counts.mlp - self.dense_mlps) * experts * self.mlp_parameters) / self.layers
+
+    @property
     def router_parameters(self) -> int:
         return self.width * self.experts if self.experts > 1 else 0
 
@@ -126,11 +147,6 @@ class ModelShape:
         states = 0 if self.state is None else self.counts.state * self.state.parameters
         return (self.counts.attention * self.attention_parameters + states) / self.layers
 
-    @property
-    def mlp_share(self) -> float:
-        """Share of the layers that have an MLP."""
-        return self.counts.mlp / self.layers
-
     @cached_property
     def layer_parameters(self) -> int:
         """On average, rounded."""
@@ -138,8 +154,9 @@ class ModelShape:
 
     @cached_property
     def _all_layer_parameters(self) -> int:
-        mlps = self.counts.mlp * (self.experts * self.mlp_parameters + self.router_parameters)
-        return round(self.layers * self.mixer_parameters) + mlps + self.layers * self.norm_parameters
+        mlps = round(self.layers * self.used_mlp_parameters(self.experts))
+        routers = (self.counts.mlp - self.dense_mlps) * self.router_parameters
+        return round(self.layers * self.mixer_parameters) + mlps + routers + self.layers * self.norm_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -153,7 +170,7 @@ class ModelShape:
     def active_layer_parameters(self) -> float:
         """Parameters of a layer that one token is multiplied with, and entries of its state, on average."""
         states = 0.0 if self.state is None else self.counts.state * self.state.products / self.layers
-        return self.mixer_parameters + states + self.mlp_share * self.active_experts * self.mlp_parameters
+        return self.mixer_parameters + states + self.used_mlp_parameters(self.active_experts)
 
     def kv_bytes(self, itemsize: int, ranks: int = 1, *, is_cpu: bool = False) -> int:
         """KV cache of one token, on each of the `ranks` that split its heads; with more ranks than heads, several have the same.

@@ -78,8 +78,8 @@ def layer_counts(text: Mapping[str, Any], num_layers: int) -> LayerCounts:
         return LayerCounts(attention, state, len(kinds) - attention - state)
     kinds = _kinds(text, num_layers)
     state = _count(kinds, _STATE_KINDS)
-    shared = _count(kinds, ("hybrid",))  # Zamba: attention and a state
-    return LayerCounts(num_layers - state, state + shared, num_layers)
+    shared = _count(kinds, ("hybrid",))  # Zamba: attention, a state and the only MLPs
+    return LayerCounts(num_layers - state, state + shared, shared or num_layers)
 
 
 def _count(kinds: Sequence[str], of: Sequence[str]) -> int:

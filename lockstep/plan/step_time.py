@@ -104,7 +104,7 @@ def _touched_layer(model: Model, num_tokens: float) -> float:
     """Parameters of a layer that a decode step of `num_tokens` tokens reads: with experts, those that any token chose."""
     shape = model.shape
     chosen = shape.experts * (1 - (1 - shape.active_experts / shape.experts) ** num_tokens)
-    return shape.mixer_parameters + shape.mlp_share * chosen * shape.mlp_parameters
+    return shape.mixer_parameters + shape.used_mlp_parameters(chosen)
 
 
 def _update(job: Job, model: Model, phase: Phase) -> float:

@@ -1,7 +1,6 @@
 """Our layer with a state: the numbers of transformers' own layers row by row, on packed and padded tokens and in decode."""
 
 import copy
-import importlib.metadata
 import inspect
 import sys
 from functools import wraps
@@ -375,16 +374,35 @@ def test_float32_does_not_reach_the_kernels_of_a_package(name: str, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("major", "version", "trains"),
-    [(9, "3.6.0", False), (9, "3.7.1", True), (9, "3.3.1+git1", True), (8, "3.6.0", True), (9, "3.10.0", True)],
+    ("major", "version", "tilelang", "nvcc", "trains"),
+    [
+        (9, "3.6.0", False, True, False),
+        (9, "3.6.0", True, True, True),
+        (9, "3.6.0", True, False, False),  # tilelang cannot compile
+        (9, "3.7.1", False, False, True),
+        (9, "3.3.1+git1", False, False, True),
+        (8, "3.6.0", False, False, True),
+        (9, "3.10.0", False, False, True),
+    ],
 )
 def test_training_avoids_kernels_without_a_gradient(
-    major: int, version: str, trains: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    major: int,
+    version: str,
+    tilelang: bool,
+    nvcc: bool,
+    trains: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(gated_delta_module, "find_spec", lambda name: None if name == "tilelang" else object())
+    modules: dict[str, Any] = {name: ModuleType(name) for name in ("fla", "fla.utils", "triton")}
+    modules["fla.utils"].has_usable_nvcc = lambda: nvcc
+    modules["triton"].__version__ = version
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    found = {"fla", "triton", "tilelang"} if tilelang else {"fla", "triton"}
+    monkeypatch.setattr(gated_delta_module, "find_spec", lambda name: object() if name in found else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
     monkeypatch.setattr(gated_delta_module, "has_linear_attention_kernels", lambda: True)
     assert trains_with_kernels.__wrapped__() is trains
     assert ("trains in torch" in caplog.text) is not trains

@@ -96,6 +96,16 @@ def plan(settings: list[str], device: str = "H200") -> Job:
         ("qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
         ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}),
         ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 16}),
+        (
+            "qwen3_moe",
+            {
+                "num_experts": 4,
+                "moe_intermediate_size": 16,
+                "num_key_value_heads": 4,
+                "head_dim": 8,
+                "mlp_only_layers": [1],
+            },
+        ),
     ],
 )
 def test_number_of_parameters(model_type: str, more: dict[str, Any]) -> None:
@@ -106,16 +116,15 @@ def test_number_of_parameters(model_type: str, more: dict[str, Any]) -> None:
     assert ModelShape.from_config(config.to_dict()).parameters == expected
 
 
-EXACT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "bamba", "falcon_h1", "jamba")
+EXACT = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "bamba", "falcon_h1", "jamba", "lfm2")
 """Hybrid models with counted parameters; those of the others differ by norms and by what their MLPs have besides."""
 
 
 @pytest.mark.parametrize(
-    "model_type", [*EXACT, "granitemoehybrid", "kimi_linear", "lfm2", "minimax", "nemotron_h", "olmo_hybrid", "zamba2"]
+    "model_type", [*EXACT, "granitemoehybrid", "kimi_linear", "minimax", "nemotron_h", "olmo_hybrid", "zamba2"]
 )
 def test_states_and_cache_are_those_of_the_engine(model_type: str) -> None:
-    uniform = {"jamba": {"num_experts": 1}, "qwen3_next": {"mlp_only_layers": []}}
-    policy = architectures.tiny_model(model_type, **uniform.get(model_type, {}))
+    policy = architectures.tiny_model(model_type)
     shape = ModelShape.from_config(policy.config.to_dict())
     if model_type in EXACT:
         assert shape.parameters == sum(parameter.numel() for parameter in policy.parameters())
@@ -129,6 +138,27 @@ def test_states_and_cache_are_those_of_the_engine(model_type: str) -> None:
         if model_type != "zamba2":  # keys and values of another size than the heads
             per_token = sum(layer.bytes_per_token for layer in runner.layers().values())
             assert shape.kv_bytes(dtype.itemsize, is_cpu=True) == per_token
+
+
+@pytest.mark.parametrize(
+    ("keys", "inner", "dense"),
+    [
+        ({"block_auto_adjust_ff_dim": True, "intermediate_size": 12288, "conv_L_cache": 3}, 8192, 0),
+        ({"n_routed_experts": 8, "moe_intermediate_size": 16, "first_k_dense_replace": 3}, 16, 3),
+        ({"num_experts": 8, "num_experts_per_token": 2, "mlp_layer_types": ["dense", *["sparse"] * 7]}, 48, 1),
+        ({"num_experts": 16, "expert_layer_period": 2, "expert_layer_offset": 1}, 48, 4),
+        ({"num_experts": 16, "mlp_only_layers": [0, 1], "decoder_sparse_step": 2}, 48, 5),
+        ({"n_routed_experts": 8, "first_k_dense_replace": 8}, 48, 0),  # no layer has them
+    ],
+)
+def test_which_layers_have_experts(keys: dict[str, Any], inner: int, dense: int) -> None:
+    kinds = {"layer_types": ["full_attention"] * 8}
+    shape = ModelShape.from_config({"model_type": "unknown", **TINY, "num_hidden_layers": 8} | kinds | keys)
+    assert (shape.inner, shape.dense_mlps) == (inner, dense)
+    assert shape.active_experts == (2 if "num_experts_per_token" in keys else 1)
+    assert (shape.routed_experts > 0) == (dense > 0)
+    share = (8 - dense) / 8 * shape.routed_experts * shape.mlp_parameters
+    assert shape.routed_parameters == share
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3"])

@@ -43,9 +43,9 @@ class MegatronLayout(TrainLayout):
         """Of a rank: those that all data-parallel ranks have, and experts."""
         shape = model.shape
         replicated = shape.norm_parameters + shape.router_parameters
-        dense = shape.layer_parameters - shape.routed_experts * shape.mlp_parameters - replicated
+        dense = shape.layer_parameters - shape.routed_parameters - replicated
         own = self.layers * (dense / self.tp + replicated)
-        experts = self.layers * shape.routed_experts * shape.mlp_parameters / (self.ep * self.expert_tp)
+        experts = self.layers * shape.routed_parameters / (self.ep * self.expert_tp)
         ends = shape.head_parameters * (2 if self.pp == 1 and not shape.tied else 1) / self.tp
         if model.is_scalar:  # a head of one number instead of the vocabulary
             ends = shape.head_parameters / self.tp
