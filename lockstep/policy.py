@@ -137,17 +137,14 @@ class Policy:
 
     def _encode(self, prompt: Prompt) -> "tuple[list[int], ImageInputs | None]":
         """Token ids and images of a prompt; ValueError if it has images and the model reads none."""
-        from lockstep.data.image_prompts import image_values, place_images, read_pictures
+        from lockstep.data.image_prompts import image_values, read_pictures, with_image_parts
 
         tokenizer = self._load()[1]
-        messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        has_parts = any(isinstance(message.get("content"), list) for message in messages)
-        if has_parts:
-            messages = place_images(messages, None)
+        messages = with_image_parts([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
         if self._encoder is not None:
             messages = self._encoder.templated(messages)
         text: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        pictures = read_pictures(image_values(messages), None, allow_urls=False)
+        pictures = read_pictures(image_values(messages))
         if not pictures:
             return list(tokenizer(text, add_special_tokens=False)["input_ids"]), None
         if self._encoder is None:

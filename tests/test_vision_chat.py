@@ -49,7 +49,7 @@ def test_answers_depend_on_the_image(
     answers = policy.generate([question(path) for path in paths], **settings)
     assert answers[0] != answers[1]
     assert answers[0] == policy.generate(question(paths[0].read_bytes()), **settings)
-    lines = ["/image", f"/image {paths[0]}", "how many?", "/reset", "how many?"]
+    lines = ["/image", f"/image {paths[0]}", "how many?", "is <image> a tag?", "/reset", "how many?"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
     shown: list[str] = []
 
@@ -59,8 +59,12 @@ def test_answers_depend_on_the_image(
 
     monkeypatch.setattr("lockstep.chat._printable", show)
     assert cli.main(["chat", str(model), "--temperature", "0.8", "--max-tokens", "20"]) == 0
-    without = policy.generate("how many?", seed=1, **settings)
-    assert "".join(shown) == answers[0] + without
+    without = policy.generate("how many?", seed=2, **settings)
+    said = {"role": "assistant", "content": answers[0]}
+    later = policy.generate(
+        [*question(paths[0]), said, {"role": "user", "content": "is <image> a tag?"}], seed=1, **settings
+    )
+    assert "".join(shown) == answers[0] + later + without
     assert "cannot be read" in capsys.readouterr().err
 
 

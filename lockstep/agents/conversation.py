@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby, takewhile
 from typing import Any, Literal
 
-from lockstep.agents.renderer import Message, Renderer, TooLongError
+from lockstep.agents.renderer import Message, Renderer, TooLongError, texts_of
 from lockstep.agents.tools.calls import CallResult
 from lockstep.agents.trajectory import Trajectory
 from lockstep.protocol.generation import Completion, GenerationRequest, SamplingParams
@@ -204,8 +204,7 @@ class Conversation:
             raise ValueError("the prompt can be replaced before the first turn only")
         room = max_prompt_length + self.response_length
         try:
-            trusted = [m.get("content") or "" for m in self.messages]
-            messages = self.renderer.plain_messages(messages, max_tokens=room, trusted=trusted)
+            messages = self.renderer.plain_messages(messages, max_tokens=room, trusted=texts_of(self.messages))
             if messages == self.messages:
                 return True
             ids, images = self.renderer.ids_and_images(messages, self.tools, max_tokens=room)

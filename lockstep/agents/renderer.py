@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
@@ -75,6 +76,13 @@ def content_of(text: str, images: Sequence[str]) -> Content:
         return text
     parts: list[Message] = [{"type": "image", "image": image} for image in images]
     return [*parts, *([{"type": "text", "text": text}] if text else [])]
+
+
+def texts_of(messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All texts of the messages' contents."""
+    contents = [message.get("content") or "" for message in messages]
+    parts = [[content] if isinstance(content, str) else [part.get("text") for part in content] for content in contents]
+    return [text for texts in parts for text in texts if isinstance(text, str)]
 
 
 def _pictures(messages: Sequence[Message]) -> list[Picture]:
@@ -244,7 +252,7 @@ class Renderer:
         """Messages that come from outside, with all their text as plain text: content, names, ids, calls and their arguments.
 
         max_tokens: TooLongError if the messages cannot have as few.
-        trusted:    contents that stay as they are, such as those of the row.
+        trusted:    texts of contents that stay as they are, such as those of the row.
         """
         plain = []
         for number, message in enumerate(messages):
@@ -252,30 +260,32 @@ class Renderer:
             if max_tokens is not None and isinstance(content, str):
                 self.check_length(content, max_tokens)
             if isinstance(content, list | tuple):
-                kept: Message = {"content": [self._plain_part(part, number, max_tokens) for part in content]}
+                kept: Message = {"content": [self._plain_part(part, number, max_tokens, trusted) for part in content]}
                 message = {**message, "content": None}
             else:
                 kept = {"content": content} if isinstance(content, str) and content in trusted else {}
             plain.append(self.as_plain(message) | kept)
         return plain
 
-    def _plain_part(self, part: Any, message: int, max_tokens: int | None) -> Message:
+    def _plain_part(self, part: Any, message: int, max_tokens: int | None, trusted: Collection[str]) -> Message:
         """A part of a content: plain text, or an image as a data URI; ImageError for an image that is given by its place."""
         kind, value = read_part(part, message)
         if kind == "text":
             if max_tokens is not None:
                 self.check_length(value, max_tokens)
-            return {"type": "text", "text": self.as_plain_text(value)}
-        given = value
+            return {"type": "text", "text": value if value in trusted else self.as_plain_text(value)}
+        given, key = value, None
         while isinstance(given, Mapping):
-            given = next((given[key] for key in ("image", "image_url", "url", "bytes", "base64") if key in given), None)
-        is_bare = isinstance(value, Mapping) and "base64" in value
-        if given is None or (isinstance(given, str) and not given.startswith("data:") and not is_bare):
-            raise ImageError(f"an image of message {message} is not a data URI (data:image/png;base64,...)")
+            key = next((key for key in ("image", "image_url", "url", "bytes", "base64") if key in given), None)
+            given = None if key is None else given[key]
+        if key == "base64":
+            return {"type": "image", "image": data_uri(read_image({"base64": given}))}
         if isinstance(given, str) and given.startswith("data:"):
             read_image(given)
             return {"type": "image", "image": given}
-        return {"type": "image", "image": data_uri(read_image(value if is_bare else given))}
+        if given is None or isinstance(given, str | Path):
+            raise ImageError(f"an image of message {message} is not a data URI (data:image/png;base64,...)")
+        return {"type": "image", "image": data_uri(read_image(given))}
 
     def as_plain(self, value: Any) -> Any:
         """JSON data with all its text as plain text."""

@@ -6,6 +6,7 @@
 `RowImages` does this for the rows of a dataset, with the place of the row in errors.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from jinja2 import TemplateError
 
 from lockstep.config.data import ImageDataConfig
 from lockstep.data.files import FileRow
-from lockstep.data.images import ImageError, Picture, data_uri, is_url, read_image
+from lockstep.data.images import ImageError, Picture, data_uri, fetched, read_image
 from lockstep.protocol.images import ImageInputs
 from lockstep.utils.progress import count
 
@@ -98,6 +99,21 @@ def read_part(part: Any, message: int) -> tuple[str, Any]:
     raise ValueError(f"a content part of message {message} has type {kind!r}; text and image are supported")
 
 
+def with_image_parts(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """Messages whose parts have their own images, with the parts of `place_images`; `<image>` in their text stays text."""
+
+    def part_of(part: Any, message: int) -> Message:
+        kind, value = read_part(part, message)
+        return {"type": kind, kind: value}
+
+    return [
+        {**message, "content": [part_of(part, number) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else dict(message)
+        for number, message in enumerate(messages)
+    ]
+
+
 def image_values(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """The images in the parts of placed messages, in order."""
     return [part["image"] for part in _image_parts(messages)]
@@ -147,12 +163,14 @@ def as_parts(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def read_pictures(values: Sequence[Any], folder: Path | None, *, allow_urls: bool) -> list[Picture]:
-    """ImageError with the number of the image."""
+def read_pictures(
+    values: Sequence[Any], folder: Path | None = None, *, fetch: Callable[[str], bytes] | None = None
+) -> list[Picture]:
+    """See `read_image`; ImageError with the number of the image."""
     pictures = []
     for number, value in enumerate(values):
         try:
-            pictures.append(read_image(value, folder, allow_urls=allow_urls))
+            pictures.append(read_image(value, folder, fetch=fetch))
         except ImageError as error:
             raise ImageError(f"image {number} {error}") from error
     return pictures
@@ -218,7 +236,8 @@ class ImageEncoder:
                 text=[text], images=[picture.rgb for picture in pictures], return_tensors="pt", add_special_tokens=False
             )
         except (ValueError, IndexError, TypeError, RuntimeError, StopIteration) as error:
-            raise ImageError(f"the processor ({type(self.processor).__name__}) rejects the prompt: {error}") from error
+            cause = str(error) or type(error).__name__
+            raise ImageError(f"the processor ({type(self.processor).__name__}) rejects the prompt: {cause}") from error
         ids: list[int] = out["input_ids"][0].tolist()
         return ids, {name: value for name, value in out.items() if name not in OF_TOKENS and hasattr(value, "shape")}
 
@@ -238,13 +257,16 @@ class RowImages:
     def __init__(self, processor: Any, config: ImageDataConfig) -> None:
         self.encoder = ImageEncoder(processor)
         self.config = config
+        self._fetched: dict[str, bytes] = {}  # by URL
         tokenizer = processor.tokenizer
         own = {tokenizer.convert_ids_to_tokens(self.encoder.token_id)}
         own |= {getattr(processor, name, None) for name in ("image_token", "boi_token")} - {None, PLACEHOLDER}
-        videos = {VIDEO_PLACEHOLDER, getattr(processor, "video_token", None)} - {None}
+        videos = {getattr(processor, "video_token", None)} - {None}
         write = f"the model's own token for images; write {PLACEHOLDER} instead"
         self._refused = dict.fromkeys(map(str, own - {PLACEHOLDER}), write)
-        self._refused |= dict.fromkeys(map(str, videos), "a place for a video; only text and images are supported")
+        place = "a place for a video; only text and images are supported"
+        self._refused |= dict.fromkeys(map(str, videos | {VIDEO_PLACEHOLDER}), place)
+        self._own = sorted(map(str, own | videos))
 
     def place(self, row: FileRow, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
         """See `place_images`; ValueError if places and images of the row are not as many."""
@@ -257,17 +279,25 @@ class RowImages:
                 for token, what in self._refused.items():
                     if token in text:
                         raise ValueError(f"a text contains {token}, {what}")
+        for message in placed:
+            others = {name: value for name, value in message.items() if name != "content"}
+            self.check_text(row, "a message", json.dumps(others, ensure_ascii=False, default=str))
         return placed
+
+    def check_text(self, row: FileRow, name: str, text: str) -> None:
+        """ValueError if a text that has no places for images contains a token of the model for them. name: of the text."""
+        if found := [token for token in self._own if token in text]:
+            raise ValueError(f"{row.location}: {name} contains {found[0]}, the model's own token for images or videos")
 
     def pictures(self, row: FileRow, messages: Sequence[Message]) -> list[Picture]:
         """The pictures of placed messages; ImageError if one cannot be used."""
         with _located(row, self.config.image_key):
-            folder = Path(row.file).parent
-            pictures = read_pictures(image_values(messages), folder, allow_urls=self.config.allow_image_urls)
-        for part, picture in zip(_image_parts(messages), pictures):
-            if is_url(part["image"]):
-                part["image"] = picture.file  # fetched once
-        return pictures
+            fetch = self._fetch if self.config.allow_image_urls else None
+            return read_pictures(image_values(messages), Path(row.file).parent, fetch=fetch)
+
+    def _fetch(self, url: str) -> bytes:
+        """What a URL has, which is fetched once."""
+        return self._fetched[url] if url in self._fetched else self._fetched.setdefault(url, fetched(url))
 
     def encode(self, row: FileRow, text: str, pictures: Sequence[Picture]) -> tuple[list[int], ImageInputs]:
         """See `ImageEncoder`."""
@@ -304,7 +334,7 @@ def _texts(messages: Sequence[Message]) -> Iterator[str]:
             yield from (part["text"] for part in content if part["type"] == "text")
 
 
-def usable(prepare: Callable[[FileRow], R], rows: Sequence[FileRow], *, drop: bool) -> Iterator[R | None]:
+def usable(prepare: Callable[[FileRow], R], rows: Sequence[FileRow], *, drop: bool) -> list[R | None]:
     """The result of each row; ImageError of the first bad one or, if `drop`, None for each."""
 
     def attempt(row: FileRow) -> R | ImageError:
@@ -313,19 +343,21 @@ def usable(prepare: Callable[[FileRow], R], rows: Sequence[FileRow], *, drop: bo
         except ImageError as error:
             return error
 
-    num_bad, first = 0, ""
+    found: list[R | None] = []
+    bad: list[ImageError] = []
     with ThreadPoolExecutor(MAX_THREADS) as pool:
         for start in range(0, len(rows), CHUNK):
             count(start, len(rows), "rows with images")
             for result in pool.map(attempt, rows[start : start + CHUNK]):
                 if not isinstance(result, ImageError):
-                    yield result
+                    found.append(result)
                     continue
                 if not drop:
                     raise ImageError(f"{result}; or set data.filter_bad_images=true to drop such rows") from result
-                num_bad, first = num_bad + 1, first or str(result)
-                yield None
-    if num_bad:
+                bad.append(result)
+                found.append(None)
+    if bad:
         logger.warning(
-            "dropped %d of %d rows with images (data.filter_bad_images); the first: %s", num_bad, len(rows), first
+            "dropped %d of %d rows with images (data.filter_bad_images); the first: %s", len(bad), len(rows), bad[0]
         )
+    return found

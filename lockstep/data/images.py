@@ -6,11 +6,13 @@ path | bytes | {"bytes", "path"} | data URI | PIL image | URL (if `data.allow_im
 import base64
 import binascii
 import hashlib
+import http.client
 import io
+import stat
 import struct
 import urllib.request
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +35,11 @@ ORIENTATION = 0x0112
 """EXIF tag."""
 _DIRECT = ("RGB", "L", "1", "P", "CMYK", "YCbCr")
 """Modes that PIL converts to RGB without a choice of ours."""
+_DAMAGED = (
+    *(OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, ArithmeticError, RuntimeError),
+    *(struct.error, zlib.error, Image.DecompressionBombError),
+)
+"""What PIL's decoders raise for files that are damaged."""
 _DATA_URI = "data:"
 _URLS = ("http://", "https://")
 
@@ -63,16 +70,17 @@ class Picture:
         return hashlib.blake2b(self.rgb.tobytes(), digest_size=16, salt=struct.pack("<II", *self.rgb.size)).digest()
 
 
-def read_image(value: Any, folder: Path | None = None, *, allow_urls: bool = False) -> Picture:
+def read_image(value: Any, folder: Path | None = None, *, fetch: Callable[[str], bytes] | None = None) -> Picture:
     """The picture; ImageError if it cannot be used.
 
     folder: where relative paths start, if they do not lead from the current folder.
+    fetch:  reads URLs, such as `fetched`; None refuses them.
     """
     if isinstance(value, Mapping) and isinstance(value.get("image"), Image.Image):
         value = value["image"]
     if isinstance(value, Image.Image):
         return _checked(value, None)
-    content = _content(value, folder, allow_urls)
+    content = _content(value, folder, fetch)
     if not content:
         raise ImageError("is empty (0 bytes); write the file again")
     if len(content) > MOST_BYTES:
@@ -85,7 +93,7 @@ def read_image(value: Any, folder: Path | None = None, *, allow_urls: bool = Fal
         raise ImageError(
             f"is not an image, or not one of {', '.join(FORMATS)} (it begins with {content[:8]!r}); convert it to PNG"
         ) from None
-    except (OSError, SyntaxError, ValueError, struct.error, zlib.error) as error:
+    except _DAMAGED as error:
         raise ImageError(f"cannot be read ({error}); write the file again") from error
     return _checked(opened, content)
 
@@ -94,7 +102,7 @@ def data_uri(picture: Picture) -> str:
     return as_data_uri(picture.file)
 
 
-def _content(value: Any, folder: Path | None, allow_urls: bool) -> bytes:
+def _content(value: Any, folder: Path | None, fetch: Callable[[str], bytes] | None) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, Mapping):
@@ -105,7 +113,7 @@ def _content(value: Any, folder: Path | None, allow_urls: bool) -> bytes:
             raise ImageError(f"has neither bytes nor a path (keys: {', '.join(map(str, value))})")
         if value.get("base64") is given[0]:
             return _decoded(str(given[0]))
-        return _content(given[0], folder, allow_urls)
+        return _content(given[0], folder, fetch)
     if isinstance(value, Path):
         return _file(value, folder)
     if not isinstance(value, str):
@@ -117,15 +125,11 @@ def _content(value: Any, folder: Path | None, allow_urls: bool) -> bytes:
         if not comma or not head.endswith(";base64"):
             raise ImageError(f"is a data URI without base64 ({head[:40]!r}); write data:image/png;base64,...")
         return _decoded(body)
-    if is_url(value):
-        if not allow_urls:
+    if value.lower().startswith(_URLS):
+        if fetch is None:
             raise ImageError(f"is a URL ({value[:80]}); download it, or set data.allow_image_urls=true")
-        return _fetched(value)
+        return fetch(value)
     return _file(Path(value.removeprefix("file://")), folder)
-
-
-def is_url(value: Any) -> bool:
-    return isinstance(value, str) and value.lower().startswith(_URLS)
 
 
 def _decoded(text: str) -> bytes:
@@ -138,13 +142,16 @@ def _decoded(text: str) -> bytes:
 def _file(path: Path, folder: Path | None) -> bytes:
     try:
         place = image_path(path, folder)
-        if place.stat().st_size > MOST_BYTES:
-            raise ImageError(f"{path} has {place.stat().st_size} bytes, more than {MOST_BYTES}; make it smaller")
+        status = place.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise ImageError(f"{path} is a device or a pipe; give a file")
+        if status.st_size > MOST_BYTES:
+            raise ImageError(f"{path} has {status.st_size} bytes, more than {MOST_BYTES}; make it smaller")
         return place.read_bytes()
     except FileNotFoundError:
         where = f" (looked in the current folder and in {folder})" if folder and not path.is_absolute() else ""
         raise ImageError(f"no such file: {str(path)[:200]}{where}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~name of no user
         if isinstance(error, ImageError):
             raise
         text = getattr(error, "strerror", None) or error
@@ -157,12 +164,13 @@ def image_path(path: Path, folder: Path | None) -> Path:
     return folder / path if folder is not None and not path.is_absolute() and not path.exists() else path
 
 
-def _fetched(url: str) -> bytes:
+def fetched(url: str) -> bytes:
+    """The content of a URL; ImageError if it cannot be had. A file that is too large is cut, one byte above the limit."""
     try:
         with urllib.request.urlopen(url, timeout=URL_TIMEOUT_S) as reply:
             content: bytes = reply.read(MOST_BYTES + 1)
             return content
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ImageError(f"cannot be fetched: {url[:200]} ({error})") from error
 
 
@@ -178,15 +186,17 @@ def _checked(opened: Image.Image, content: bytes | None) -> Picture:
         raise ImageError(
             f"has {width} x {height} pixels: one side is over {MOST_ASPECT} times the other; crop or pad it"
         )
-    if opened.format != "MPO" and (frames := getattr(opened, "n_frames", 1)) > 1:
-        raise ImageError(f"is animated or has several pages ({frames} frames); write the frame that is meant as PNG")
     try:
+        if opened.format != "MPO" and (frames := getattr(opened, "n_frames", 1)) > 1:
+            raise ImageError(
+                f"is animated or has several pages ({frames} frames); write the frame that is meant as PNG"
+            )
         opened.load()
         is_upright = opened.getexif().get(ORIENTATION, 1) == 1
         rgb = _as_rgb(opened if is_upright else ImageOps.exif_transpose(opened))
     except ImageError:
         raise
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:
+    except _DAMAGED as error:
         raise ImageError(f"is truncated or damaged ({error}); write the file again") from error
     return Picture(rgb, content if rgb is opened else None)
 

@@ -94,6 +94,11 @@ class PreferenceDataset(SupervisedRows):
             raise ValueError(f"{', '.join(map(str, self.data_files))}: no pair is left (data.drop_invalid_pairs)")
         return found
 
+    def complete(self, numbers: list[int]) -> list[int]:
+        """Those of whole pairs: an image may be there for one side, and gone for the other."""
+        usable = {*numbers}
+        return [number for number in numbers if number ^ 1 in usable]
+
     def keep(self, numbers: list[int]) -> None:
         super().keep(numbers)
         self.margins = [self.margins[i // 2] for i in numbers[::2]] if self.margins else []
@@ -103,6 +108,8 @@ class PreferenceDataset(SupervisedRows):
 
     def pieces(self, row: FileRow) -> list[Piece]:
         prompt = self.conversation(row)
+        if self.images is not None:
+            self.images.check_text(row, f"the {row.columns['side']} answer", row.columns["answer"])
         return [
             Piece(self.render(row, prompt, generate=True), False, num_images(prompt)),
             Piece(f"{row.columns['answer']}{self.tokenizer.eos_token}", True),

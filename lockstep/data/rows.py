@@ -13,7 +13,7 @@ from typing import Any
 from PIL.Image import Image
 
 from lockstep.data.files import FileRow
-from lockstep.data.images import data_uri, read_image
+from lockstep.data.images import ImageError, data_uri, read_image
 from lockstep.utils.data_uri import as_data_uri
 from lockstep.utils.files import atomic_writer
 
@@ -49,6 +49,8 @@ def write_rows(data: Any, path: Path, prompt_key: str = "prompt", source_key: st
                 text = json.dumps(dict(row), ensure_ascii=False, default=_plain)
             except TypeError as error:
                 raise ValueError(f"data, row {number}: {error}; use text, numbers, lists and dicts") from error
+            except ImageError as error:
+                raise ImageError(f"data, row {number}: an image {error}") from error
             file.write(text.encode("utf-8", "surrogatepass") + b"\n")
         if number < 0:
             raise ValueError("data has no rows")

@@ -86,7 +86,7 @@ class SupervisedRows(Dataset[Any]):
         for start in range(0, len(texts), ROWS_PER_CALL):
             part = texts[start : start + ROWS_PER_CALL]
             with_images |= dict(zip(part, self._encoded([pieces[i] for i in part])))
-        kept = [i for i in range(len(self.rows)) if with_images[i] is not None]
+        kept = self.complete([i for i in range(len(self.rows)) if with_images[i] is not None])
         self.keep(kept)
         self._tokens = [with_images[i] for i in kept]
         self._positions = [self._kept(row, ids) for row, (ids, _) in zip(self.rows, self._tokens)]
@@ -105,6 +105,10 @@ class SupervisedRows(Dataset[Any]):
     def conversation(self, row: FileRow) -> list[dict[str, Any]]:
         """The row's messages, with their images as parts: those of the prompt at least."""
         raise NotImplementedError
+
+    def complete(self, numbers: list[int]) -> list[int]:
+        """Those of the usable sequences that can be trained on."""
+        return numbers
 
     def keep(self, numbers: list[int]) -> None:
         """Drop all other sequences."""
@@ -315,6 +319,8 @@ class SFTDataset(SupervisedRows):
 
     def pieces(self, row: FileRow) -> list[Piece]:
         prompt, response = self.conversation(row), self._text(row, *self._columns()[1])
+        if self.images is not None:
+            self.images.check_text(row, "the response", response)
         rendered = self.render(row, prompt, generate=True)
         return [
             Piece(rendered, False, num_images(prompt)),

@@ -5,13 +5,9 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lockstep.utils.data_uri import extension_of
 from lockstep.utils.files import atomic_write_bytes, make_private_folder
-
-if TYPE_CHECKING:
-    from lockstep.protocol.images import ImageInputs
 
 FOLDER = "images"
 NAME = re.compile(rf"{FOLDER}/[0-9a-f]{{32}}\.[a-z]{{3,4}}")
@@ -20,8 +16,8 @@ MOST_BYTES = 2**30
 """Of all images of a dump folder; later ones are not written."""
 
 
-def write_images(folder: Path, images: "Sequence[ImageInputs | None]") -> list[list[str]]:
-    """Write what is not there yet. Returns the names of each row's images, without those that are beyond the limit."""
+def write_images(folder: Path, images: Sequence[Sequence[bytes]]) -> list[list[str]]:
+    """Write the files of each row that are not there yet. Returns their names, without those that are beyond the limit."""
     target = folder / FOLDER
     make_private_folder(target)
     with os.scandir(target) as entries:
@@ -30,7 +26,7 @@ def write_images(folder: Path, images: "Sequence[ImageInputs | None]") -> list[l
     rows: list[list[str]] = []
     for row in images:
         rows.append([])
-        for file in row.files if row is not None else ():
+        for file in row:
             name = f"{hashlib.blake2b(file, digest_size=16).hexdigest()}.{extension_of(file)}"
             if name not in there:
                 if total + len(file) > MOST_BYTES:

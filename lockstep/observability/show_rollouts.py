@@ -25,6 +25,7 @@ from lockstep.observability.rollout_files import (
 )
 from lockstep.observability.step_line import format_number, one_line
 from lockstep.observability.token_file import RowTokens
+from lockstep.utils.message_text import content_text
 from lockstep.utils.untrusted import printable
 
 TOKEN_COLUMNS = {
@@ -190,7 +191,7 @@ def _answer_lines(row: Row, chars: int, indent: str) -> Iterator[str]:
         who = f"{message.get('role')} {message.get('name') or ''}"
         yield f"{indent}[{one_line(who, 60)}]"
         if message.get("content"):
-            yield from _indented(str(message["content"]), chars, indent + "  ")
+            yield from _indented(content_text(message["content"]), chars, indent + "  ")
         for call in message.get("tool_calls") or ():
             function = call.get("function") or {}
             yield from _indented(f"-> {function.get('name')}({function.get('arguments')})", chars, indent + "  ")

@@ -36,6 +36,7 @@ from lockstep.rewards.errors import RewardError
 from lockstep.rewards.rate_limit import RateLimiter
 from lockstep.utils.files import make_private_folder
 from lockstep.utils.json_http import AnswerTooLargeError, bearer_headers, is_local, request_limited
+from lockstep.utils.message_text import content_text
 from lockstep.utils.progress import waiting
 from lockstep.utils.untrusted import JSON_ERRORS, as_plain_text, valid_text
 
@@ -341,18 +342,18 @@ def as_text(messages: Any) -> str:
     if messages is None or isinstance(messages, str):
         return messages or ""
     if len(messages) == 1:
-        return str(messages[0].get("content") or "")
+        return content_text(messages[0].get("content"))
     return "\n\n".join(f"[{message['role']}]\n{_content(message)}" for message in messages)
 
 
 def _last_answer(turns: Sequence[Mapping[str, Any]]) -> str:
-    return next((str(turn.get("content") or "") for turn in reversed(turns) if turn["role"] == "assistant"), "")
+    return next((content_text(turn.get("content")) for turn in reversed(turns) if turn["role"] == "assistant"), "")
 
 
 def _content(message: Mapping[str, Any]) -> str:
     calls: Sequence[Any] = [call["function"] for call in message.get("tool_calls") or ()]
     return "\n".join(
-        [*filter(None, [str(message.get("content") or "")]), *(json.dumps(call, default=str) for call in calls)]
+        [*filter(None, [content_text(message.get("content"))]), *(json.dumps(call, default=str) for call in calls)]
     )
 
 

@@ -8,6 +8,7 @@ from lockstep.agents.renderer import Renderer
 from lockstep.config.reward import RewardModelConfig
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto
+from lockstep.protocol.images import IMAGES
 from lockstep.protocol.require import require
 from lockstep.protocol.tokens import read, with_images
 from lockstep.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -67,6 +68,11 @@ class RewardModelWorker(ModelWorker):
         """The conversation in the reward model's tokens and chat template, if its tokenizer is not the policy's."""
         require(data, "raw_prompt")
         columns, has_turns = data.non_tensor_batch, "__num_turns__" in data.non_tensor_batch
+        if any(images is not None for images in columns.get(IMAGES, ())):
+            raise ValueError(
+                f"{self.key}.input_tokenizer: rows with images cannot be rendered for a reward model with another tokenizer; give "
+                "one with the policy's tokenizer, which reads images"
+            )
         sequences, plain = [], Renderer(self.tokenizer, ()).as_plain_text
         for row, (response, mask) in enumerate(
             zip(*(read(data.tensors, name) for name in ("responses", "response_mask")))

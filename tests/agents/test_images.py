@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,18 @@ import pytest
 
 from lockstep.agents.agents import Agents
 from lockstep.agents.endpoint.recorder import SessionRecorder, trajectory_of
+from lockstep.agents.environments.environment import Calls, with_observation
+from lockstep.agents.environments.gym import SkyrlEpisode
+from lockstep.agents.interactions.simulated_user import from_the_users_side
 from lockstep.agents.trajectory import Trajectory
 from lockstep.data.image_prompts import ImageEncoder
 from lockstep.data.images import ImageError, data_uri, read_image
 from lockstep.models.processor import load_processor
+from lockstep.observability.show_rollouts import _answer_lines
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import Completion, SamplingParams
 from lockstep.protocol.images import IMAGES, ImageInputs, content_ids
+from lockstep.rewards.model_judge import as_text
 from lockstep.trainer.ppo.agent_rollout import with_responses
 from lockstep.utils.state_file import from_bytes, to_bytes
 from tests.agents.scripted import END, TOKENIZER, Scripted, call, converse, make_agents
@@ -176,6 +182,70 @@ def test_images_from_outside_must_be_data(processor: Any) -> None:
         renderer.plain_messages([{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}])
     with pytest.raises(ImageError, match="not valid base64"):
         renderer.plain_messages([{"role": "user", "content": [{"type": "image", "image": "data:image/png;base64,?"}]}])
+
+
+def test_only_the_data_of_an_image_is_read(processor: Any, tmp_path: Path) -> None:
+    tiny_image().save(tmp_path / "secret.png")
+    uri = data_uri(read_image(tiny_image(32, 32)))
+    renderer = agents_renderer(processor)
+    bare = {"type": "image", "base64": uri.partition(",")[2], "path": str(tmp_path / "secret.png")}
+    (plain,) = renderer.plain_messages([{"role": "user", "content": [bare]}])
+    assert plain["content"] == [{"type": "image", "image": uri}]
+    for given in ({"image": str(tmp_path / "secret.png"), "base64": "AA=="}, {"image": tmp_path / "secret.png"}):
+        with pytest.raises(ImageError, match="not a data URI"):
+            renderer.plain_messages([{"role": "user", "content": [{"type": "image", **given}]}])
+
+
+PROGRAM = """
+import json, os, sys, urllib.request
+body = json.dumps({"model": "any", "messages": json.load(sys.stdin)["prompt"]}).encode()
+headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)).read()
+"""
+
+
+@pytest.mark.parametrize("loop", ["program_agent", "react_agent"])
+def test_programs_and_graphs_get_the_images_of_their_row(processor: Any, tmp_path: Path, loop: str) -> None:
+    if loop == "react_agent":
+        pytest.importorskip("langgraph", reason="needs LangGraph: pip install 'lockstep-rl[langgraph]'")
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    agents = agents_with(processor, tmp_path, loop=loop)
+    program = replace(agents.config.agent.program, command=[sys.executable, str(tmp_path / "agent.py")])
+    config = replace(agents.config, agent=replace(agents.config.agent, program=program))
+    agents = Agents(config, processor.tokenizer, [END], processor=processor)
+    row, _, _ = row_with_image(processor)
+    row["raw_prompt"][0]["content"].append({"type": "text", "text": "a<|im_end|>b"})
+    ids, images = agents.renderer.ids_and_images(row["raw_prompt"], agents.tools_of(row | {"agent_name": loop}))
+    policy = Scripted("red", tokenizer=processor.tokenizer)
+
+    async def hold() -> Any:
+        async with agents.running():
+            return await agents.hold(row | {"agent_name": loop}, ids, policy, SamplingParams(max_tokens=400), seed=1)
+
+    result = asyncio.run(hold())
+    assert result.failure is None and result.trajectory.prompt_ids == ids
+    assert result.trajectory.images.digests == images.digests  # type: ignore[union-attr]
+
+
+def test_observations_follow_the_images_of_a_prompt() -> None:
+    prompt = [{"role": "user", "content": [{"type": "image", "image": "data:,"}, {"type": "text", "text": "Q"}]}]
+    added = [*prompt[0]["content"], {"type": "text", "text": "\n\nGo."}]
+    assert with_observation(prompt, "Go.") == [{"role": "user", "content": added}] and len(prompt[0]["content"]) == 2
+
+    class Env:
+        def init(self, messages: Any) -> Any:
+            return [*messages, {"role": "user", "content": 3}], {}
+
+    episode = SkyrlEpisode(Calls("env", 5), lambda **_: Env(), None, {})
+    assert asyncio.run(episode.begin(prompt)) == [*prompt, {"role": "user", "content": "3"}]
+
+
+def test_texts_about_messages_have_a_word_for_an_image() -> None:
+    prompt = [{"role": "user", "content": [{"type": "image", "image": "data:,"}, {"type": "text", "text": "Q"}]}]
+    answer = {"role": "assistant", "content": "A"}
+    assert as_text(prompt) == "<image>Q" and as_text([*prompt, answer]) == "[user]\n<image>Q\n\n[assistant]\nA"
+    assert from_the_users_side(prompt, "Begin.")[1] == {"role": "assistant", "content": "<image>Q"}
+    assert list(_answer_lines({"messages": [answer, *prompt], "output": ""}, 0, ""))[-1] == "  <image>Q"
 
 
 def agents_renderer(processor: Any) -> Any:

@@ -80,6 +80,7 @@ def dataset_of(model: Path, file: str, config: DataConfig | None = None, cls: An
 
 GOOD = {"prompt": [{"role": "user", "content": "<image>what?"}], "images": [{"bytes": FILE, "path": None}]}
 TWO_FRAMES = encoded(A, "GIF", save_all=True, append_images=[A.rotate(90)])
+TIFF = encoded(A, "TIFF")
 BAD: dict[str, tuple[Any, str]] = {
     "truncated": (FILE[:-200], "image 0 is truncated or damaged"),
     "not an image": (b"hello world", "image 0 is not an image, or not one of PNG, JPEG"),
@@ -92,6 +93,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "mode without range": (encoded(Image.new("F", (8, 8)), "TIFF"), "image 0 has mode F"),
     "missing file": ("nowhere.png", "image 0 no such file: nowhere.png"),
     "folder": ("/tmp", "image 0 cannot be read: Is a directory"),
+    "endless file": ("/dev/zero", "image 0 /dev/zero is a device or a pipe"),
+    "home of no user": ("~nobody_7719/a.png", "image 0 cannot be read: Could not determine home directory"),
+    "truncated animation": (TWO_FRAMES[:-1500], "image 0 is truncated or damaged"),
+    "damaged header": (TIFF[:72] + b"\2" + TIFF[73:], r"image 0 is truncated or damaged \('str' object"),
     "URL": ("https://example.com/a.png", r"image 0 is a URL .* set data\.allow_image_urls=true"),
     "damaged data URI": ("data:image/png;base64,@@@@", "image 0 is not valid base64"),
     "no value": ({"bytes": None, "path": None}, "image 0 has neither bytes nor a path"),
@@ -108,13 +113,19 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": "<image><|video_pad|>"},
         r"a text contains <\|video_pad\|>, a place for a video",
     ),
+    "model's own token in another field": (
+        {"prompt": [{"role": "user<|image_pad|>", "content": "<image>"}]},
+        r"a message contains <\|image_pad\|>, the model's own token",
+    ),
     "video part": ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "has type 'video'"),
 }
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_images_name_file_row_and_column(model: Path, tmp_path: Path, kind: str) -> None:
+def test_bad_images_name_file_row_and_column(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
     image, message = BAD[kind]
     rows = [GOOD | {"images": [FILE]}, GOOD | {"images": [image]}]
     if not isinstance(image, bytes):
@@ -124,6 +135,7 @@ def test_bad_images_name_file_row_and_column(model: Path, tmp_path: Path, kind: 
     with pytest.raises(ValueError, match=rf"rows\.\w+, row 1, column 'images': {message}"):
         dataset_of(model, file)
     assert len(dataset_of(model, file, DataConfig(filter_bad_images=True))) == 1
+    assert "dropped 1 of 2 rows with images" in caplog.text
     with pytest.raises(ValueError, match=r"no row is left after data\.filter_bad_images"):
         dataset_of(model, write(tmp_path, rows[1], kind=file.rpartition(".")[2]), DataConfig(filter_bad_images=True))
 
@@ -272,8 +284,15 @@ def test_urls_are_fetched_once_if_allowed(model: Path, tmp_path: Path) -> None:
     )
     assert [dataset[0]["multi_modal_inputs"].files for _ in range(2)] == [(FILE,), (FILE,)]
     assert Pictures.num_requests == 1
-    with pytest.raises(ImageError, match=r"image 0 cannot be fetched: .*404"):
-        dataset_of(model, write(tmp_path, {"prompt": "<image>?", "images": [f"{url}/b.png"]}, kind="jsonl"), config)
+    part = {"type": "image_url", "image_url": {"url": f"{url}/a.png"}}
+    own = dataset_of(model, write(tmp_path, {"prompt": [{"role": "user", "content": [part]}]}, kind="jsonl"), config)
+    assert [own[0]["multi_modal_inputs"].files for _ in range(2)] == [(FILE,), (FILE,)]
+    assert Pictures.num_requests == 2
+    for path, cause in (("b.png", "404"), ("a picture.png", "control characters")):
+        with pytest.raises(ImageError, match=rf"row 0, column 'images': image 0 cannot be fetched: .*{cause}"):
+            dataset_of(
+                model, write(tmp_path, {"prompt": "<image>?", "images": [f"{url}/{path}"]}, kind="jsonl"), config
+            )
     server.shutdown()
     server.server_close()
 

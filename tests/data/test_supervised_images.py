@@ -1,15 +1,20 @@
 """Images in supervised and preference rows: tokens and tensors are the processor's, and batches keep them with their rows."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from lockstep.config.data import SequenceDataConfig, SFTDataConfig
 from lockstep.config.preference import PreferenceDataConfig, RMDataConfig
+from lockstep.data.files import FileRow
 from lockstep.data.fingerprint import changes, content_of
+from lockstep.data.image_prompts import RowImages
+from lockstep.data.images import ImageError
 from lockstep.data.preference_dataset import PreferenceDataset
 from lockstep.data.rows import write_rows
 from lockstep.data.sft_dataset import MultiTurnSFTDataset, SFTDataset, SupervisedRows
@@ -125,6 +130,44 @@ def test_pairs_share_their_images(model: Path, tmp_path: Path) -> None:
     assert [[image is None for image in own or ()] for own in images] == [[False] * 4, [False] * 2 + [True] * 2]
 
 
+def test_a_pair_whose_image_is_gone_for_one_side_is_dropped(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = {"prompt": "<image>what?", "chosen": "yes", "rejected": "no"}
+    rows = [pair | {"images": [image], "by": float(number)} for number, image in enumerate((A, B, A))]
+    encode = RowImages.encode
+    sides: list[str] = []
+
+    def flaky(self: RowImages, row: FileRow, *arguments: Any) -> Any:
+        if row.number == 1 and row.columns["side"] not in sides:
+            sides.append(row.columns["side"])
+            if row.columns["side"] == "rejected":
+                raise ImageError("gone")
+        return encode(self, row, *arguments)
+
+    monkeypatch.setattr(RowImages, "encode", flaky)
+    config = RMDataConfig(margin_key="by", filter_bad_images=True)
+    dataset = dataset_of(PreferenceDataset, model, tmp_path, rows, config)
+    assert [(row.number, row.columns["side"]) for row in dataset.rows] == [
+        (number, side) for number in (0, 2) for side in ("chosen", "rejected")
+    ]
+    assert len(dataset) == 2 and [float(dataset[i]["margin"]) for i in range(2)] == [0, 2]
+
+
+def test_answers_have_no_token_of_an_image(model: Path, tmp_path: Path) -> None:
+    token = "<|image_pad|>" if "<|image_pad|>" in hf_tokenizer(model).get_vocab() else "<image>"
+    row = {"prompt": "one?", "response": f"a{token}", "chosen": "yes", "rejected": f"a{token}"}
+    for cls, config, name in (
+        (SFTDataset, SFTDataConfig(max_length=256), "the response"),
+        (PreferenceDataset, PreferenceDataConfig(max_length=256), "the rejected answer"),
+    ):
+        for more in ({}, {"prompt": "<image>one?", "images": [A]}):
+            with pytest.raises(
+                ValueError, match=rf"rows\.jsonl, row 0: {name} contains {re.escape(token)}, the model's own"
+            ):
+                dataset_of(cls, model, tmp_path, [row | more], config)
+
+
 def test_videos_are_refused(model: Path, tmp_path: Path) -> None:
     config = SFTDataConfig(max_length=256)
     for row, cause in (
@@ -161,3 +204,5 @@ def test_rows_of_python_objects_keep_their_images(tmp_path: Path) -> None:
     write_rows([{"prompt": "<image>?", "images": [A, b"\x89PNG..."]}], file)
     images = json.loads(file.read_text())["images"]
     assert all(image.startswith("data:image/png;base64,") for image in images)
+    with pytest.raises(ValueError, match="data, row 1: an image has mode F"):
+        write_rows([{"prompt": "?"}, {"prompt": "<image>?", "images": [Image.new("F", (8, 8))]}], file)

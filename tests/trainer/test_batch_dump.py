@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.protocol import DataProto
+from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.images import IMAGES, ImageInputs
 from lockstep.trainer.ppo import batch_dump
 from lockstep.trainer.ppo.batch_dump import DumpInfo, checkpoint_name, read_dump, write_dump
+from lockstep.trainer.replay.main_replay import main
 from tests.tiny import random_batch
 
 
@@ -38,6 +40,19 @@ def test_large_columns_and_rows_beyond_the_limit_are_left_out(tmp_path: Path, mo
     dump = read_dump(folder)
     assert len(dump.batch) == 3 and dump.info.left_out == ["routed_experts", "3 rows"]
     assert torch.equal(dump.batch.tensors["input_ids"], batch.tensors["input_ids"][:3])
+
+
+def test_a_dump_of_rows_with_images_is_not_replayed_without_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = ImageInputs({"pixel_values": torch.zeros(4, 3)}, 7, (4,), (b"d" * 16,))
+    for step, first in ((3, None), (4, images)):
+        batch = DataProto(random_batch(), {IMAGES: object_array([first, *[None] * 5])})
+        folder = write_dump(tmp_path, batch, info_of(step))
+        assert folder is not None
+        assert read_dump(folder).info.left_out == ([] if first is None else [IMAGES])
+    assert main([str(folder)]) == 2
+    assert f"leaves out; lockstep replay {tmp_path.resolve()} --step 4 computes" in capsys.readouterr().err
 
 
 def test_an_audit_keeps_three_batches_and_a_repeated_step_replaces_its_own(tmp_path: Path) -> None:

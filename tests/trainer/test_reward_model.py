@@ -18,6 +18,7 @@ from lockstep.config.model import HFModelConfig
 from lockstep.config.reward import RewardModelConfig, RewardModelModelConfig
 from lockstep.models.export import save_scalar_model
 from lockstep.protocol import DataProto, object_array
+from lockstep.protocol.images import IMAGES, ImageInputs
 from lockstep.single_controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool
 from lockstep.trainer.main_ppo import main
 from lockstep.workers.reward_model import RewardModelWorker
@@ -142,6 +143,15 @@ def test_scores_are_those_of_transformers_for_another_tokenizer(other_worker: An
     assert scores.sum(-1).tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert len({round(score, 4) for score in expected}) == 3
     assert scores.nonzero().tolist() == [[i, len(text)] for i, text in enumerate(responses)]  # at the end token
+
+
+def test_rows_with_images_are_refused_with_another_tokenizer(other_worker: Any) -> None:
+    rows = policy_rows(["It is 2.", "2"])
+    rows.non_tensor_batch[IMAGES] = object_array([None, ImageInputs({}, 7, (1,), (b"d",))])
+    with pytest.raises(ValueError, match=r"reward_model\.model\.input_tokenizer: rows with images cannot be rendered"):
+        other_worker.compute_rm_score(rows).get()
+    rows.non_tensor_batch[IMAGES][1] = None
+    assert other_worker.compute_rm_score(rows).get().tensors["rm_scores"].any()
 
 
 def test_scores_of_conversations_are_those_of_their_messages(other_worker: Any, other_model: Path) -> None:

@@ -101,7 +101,8 @@ def text_of(content: Any, place: str, supported: str = "text") -> str:
 
 
 def content_of(content: Any, place: str) -> Content:
-    """The text of a content or, if it has images, its parts: OpenAI's image_url and input_image, Anthropic's image."""
+    """The text of a content or, if it has images, its parts: OpenAI's image_url and input_image, Anthropic's image, and image parts
+    of a row's prompt."""
     if not isinstance(content, list) or not any(isinstance(p, dict) and p.get("type") in _IMAGE_PARTS for p in content):
         return text_of(content, place, "text and images")
     return [image_of(p, place) if p.get("type") in _IMAGE_PARTS else _text(p, place) for p in content]
@@ -116,7 +117,7 @@ def image_of(part: dict[str, Any], place: str) -> Message:
     kind = part.get("type")
     if kind not in _IMAGE_PARTS:
         raise invalid(f"{place}: only parts with images are supported, not {kind!r}", place)
-    value = part.get("source") if kind == "image" else part.get("image_url", part.get("url"))
+    value = part.get("source", part.get("image")) if kind == "image" else part.get("image_url", part.get("url"))
     if kind == "image" and isinstance(value, dict):
         value = f"data:{value.get('media_type')};base64,{value.get('data')}" if value.get("type") == "base64" else None
     url = value.get("url") if isinstance(value, dict) else value

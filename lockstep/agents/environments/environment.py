@@ -20,6 +20,7 @@ from lockstep.agents.loops.agent_loop import AgentLoop, Setup, has_had_its_turns
 from lockstep.agents.renderer import Message
 from lockstep.agents.tools import calls
 from lockstep.agents.tools.calls import ToolError, finite, run_contained
+from lockstep.data.images import ImageError
 from lockstep.registry import name_from_data
 from lockstep.utils.progress import waiting
 from lockstep.utils.untrusted import message_of, valid_text
@@ -143,7 +144,11 @@ class EnvironmentLoop(AgentLoop):
 
     async def _hold(self, conversation: Conversation, episode: Episode) -> None:
         prompt = await _of_environment(episode.begin(list(conversation.messages)))
-        if not conversation.set_prompt(prompt, self.setup.rollout.prompt_length):
+        try:
+            fits = conversation.set_prompt(prompt, self.setup.rollout.prompt_length)
+        except ImageError as error:
+            raise EpisodeError(f"its first messages: {error}") from error
+        if not fits:
             raise EpisodeError("its first messages exceed data.max_prompt_length and data.max_response_length")
         while True:
             turn = await conversation.generate()
@@ -221,7 +226,9 @@ def with_observation(prompt: Sequence[Message], text: str) -> list[Message]:
     if not text:
         return messages
     if messages and messages[-1]["role"] == "user":
-        messages[-1]["content"] = f"{messages[-1]['content']}\n\n{text}"
+        content = messages[-1]["content"]
+        part = {"type": "text", "text": f"\n\n{text}"}
+        messages[-1]["content"] = [*content, part] if isinstance(content, list) else f"{content}\n\n{text}"
     else:
         messages.append({"role": "user", "content": text})
     return messages

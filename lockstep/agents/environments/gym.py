@@ -114,7 +114,12 @@ class SkyrlEpisode(Episode):
         messages, _ = _tuple(await self.calls.in_thread(self._env.init, list(prompt)), (2,), "init")
         if not isinstance(messages, list) or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             raise EpisodeError(f"`init` returned {type(messages).__name__} in place of a list of messages")
-        return [{**message, "content": str(message.get("content") or "")} for message in messages]
+        kept = (str, list) if any(isinstance(message.get("content"), list) for message in prompt) else (str,)
+        contents = [message.get("content") or "" for message in messages]
+        return [
+            {**message, "content": content if isinstance(content, kept) else str(content)}
+            for message, content in zip(messages, contents)
+        ]
 
     async def step(self, text: str) -> Step:
         output = await self.calls.in_thread(self._env.step, text)

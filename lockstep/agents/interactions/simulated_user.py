@@ -14,6 +14,7 @@ from lockstep.agents.interactions.interaction import INTERACTIONS, BaseInteracti
 from lockstep.registry import check_signature, load_plugin
 from lockstep.utils import event_loop
 from lockstep.utils.json_http import HttpError, bearer_headers, post_json
+from lockstep.utils.message_text import content_text
 from lockstep.utils.untrusted import as_plain_text
 
 DEFAULTS: dict[str, Any] = {
@@ -146,7 +147,7 @@ def from_the_users_side(messages: Sequence[Mapping[str, Any]], opening: str) -> 
     swapped = {"assistant": "user", "user": "assistant"}
     seen = [{"role": "user", "content": opening}]
     for message in messages:
-        text = as_plain_text(REASONING.sub("", str(message.get("content") or "")).strip())
+        text = as_plain_text(REASONING.sub("", content_text(message.get("content"))).strip())
         if (role := swapped.get(message["role"])) is None or not text:
             continue
         if role == seen[-1]["role"]:

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 from lockstep.agents.conversation import Conversation
 from lockstep.agents.loops.agent_loop import AgentLoop, Setup, register
 from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime, answer_settings, take_branches
+from lockstep.agents.renderer import texts_of
 from lockstep.config.actor_rollout_ref import ProgramConfig
 from lockstep.utils.untrusted import JSON_ERRORS, valid_text
 
@@ -115,7 +116,7 @@ class ProgramAgent(AgentLoop):
         name = f"{conversation.seed:x}{'-greedy' if conversation.sampling.greedy else ''}"
         while endpoint.has_session(name):
             name += "-again"
-        trusted = [message.get("content") or "" for message in conversation.row.get("raw_prompt") or ()]
+        trusted = texts_of(conversation.row.get("raw_prompt") or ())
         endpoint.open_session(name, own_time.sample, answers, trusted)
         return name
 

@@ -17,6 +17,7 @@ from lockstep.agents.endpoint.recorder import SessionRecorder
 from lockstep.agents.loops.agent_loop import AgentLoop, Setup, register
 from lockstep.agents.loops.recorded import OutOfTimeError, OwnTime, answer_settings, take_branches
 from lockstep.agents.loops.tool_agent import MALFORMED, check_tools_kwargs
+from lockstep.agents.renderer import texts_of
 from lockstep.agents.tools.calls import CallLimits, ToolSession
 from lockstep.registry import load_plugin
 from lockstep.utils.untrusted import message_of
@@ -74,8 +75,8 @@ class ReactAgent(AgentLoop):
         answers = answer_settings(conversation, self.setup.rollout, force_sampling=True)
         own_time = OwnTime(conversation.complete)
         row = conversation.row
-        trusted = [message.get("content") or "" for message in row["raw_prompt"]]
-        session = Session("", SessionRecorder(self.setup.renderer, trusted), own_time.sample, answers)
+        recorder = SessionRecorder(self.setup.renderer, texts_of(row["raw_prompt"]))
+        session = Session("", recorder, own_time.sample, answers)
         tools = ToolSession(self.setup.tools, row.get("tools_kwargs") or {}, self.limits, str(uuid.uuid4()), row)
         token = held.set(Held(conversation, session, tools))
         try:
@@ -96,7 +97,7 @@ class ReactAgent(AgentLoop):
 
         config = {"recursion_limit": MAX_STEPS, "configurable": {"row": conversation.row}}
         try:
-            call = self.graph.ainvoke({"messages": list(conversation.row["raw_prompt"])}, config=config)
+            call = self.graph.ainvoke({"messages": _prompt_of(conversation.row)}, config=config)
             await own_time.limit(call, self.timeout_s, "program", self.name)
         except LimitReachedError as limit:
             return limit.reason
@@ -112,6 +113,19 @@ class ReactAgent(AgentLoop):
         if kind not in self._failures:  # the log must not be flooded
             self._failures.add(kind)
             logger.error("%s (further ones are only counted)", message, exc_info=error)
+
+
+def _prompt_of(row: Mapping[str, Any]) -> list[Any]:
+    """The row's messages, with images as LangChain takes them."""
+
+    def shown(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        return part if part["type"] == "text" else {"type": "image_url", "image_url": {"url": part["image"]}}
+
+    contents = [message.get("content") for message in row["raw_prompt"]]
+    return [
+        {**message, "content": [*map(shown, content)]} if isinstance(content, list) else message
+        for message, content in zip(row["raw_prompt"], contents)
+    ]
 
 
 def react_graph(model: Any, tools: list[Any]) -> Any:

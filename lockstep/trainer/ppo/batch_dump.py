@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.observability.run_folder import AUDIT_INFO as INFO, AUDITS
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import names_of, tensors_of
+from lockstep.protocol.images import IMAGES
 from lockstep.utils.state_file import encode
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,10 @@ def read_dump(folder: Path) -> BatchDump:
 def _plain(batch: DataProto) -> tuple[DataProto, list[str]]:
     """The batch without what is large, not plain data, or of rows beyond the limit, and the names of what is left out."""
     large = [name for name in (*names_of(batch.batch), *batch.non_tensor_batch) if name in LARGE]
+    if all(
+        images is None for images in batch.non_tensor_batch.get(IMAGES, ())
+    ):  # a model that reads images, rows without
+        large = [name for name in large if name != IMAGES]
     names = [name for name in names_of(batch.batch) if name not in LARGE]
     batch = batch.select(names, [name for name in batch.non_tensor_batch if name not in LARGE])
     size = sum(tensor.nbytes for tensor in tensors_of(batch.batch).values())

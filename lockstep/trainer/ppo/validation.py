@@ -17,7 +17,7 @@ from lockstep.data.rl_dataset import collate_fn as collate_samples
 from lockstep.observability.image_files import write_images
 from lockstep.observability.rollout_log import dump_generations
 from lockstep.protocol import DataProto
-from lockstep.protocol.images import IMAGES, ImageInputs
+from lockstep.protocol.images import IMAGES
 from lockstep.protocol.tokens import lengths_of, read, row_chunks, row_sums, token_rows
 from lockstep.trainer.ppo.agent_rollout import COUNT_COLUMNS
 from lockstep.trainer.ppo.metrics import CONVERSATION_COLUMNS, name_validation_metrics, process_validation_metrics
@@ -34,7 +34,7 @@ class Responses:
     details: index of the row in its data set, length in tokens, finish reason, messages after the prompt, rewards of turns and
              tools and counts of a conversation, and in training the advantage (mean over the response's tokens).
     extra:   the reward function's other results.
-    images:  of the prompt and of tools' results.
+    images:  files of those of the prompt and of tools' results.
     """
 
     inputs: list[str] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Responses:
     data_sources: list[str] = field(default_factory=list)
     details: dict[str, list[Any]] = field(default_factory=dict)
     extra: dict[str, list[Any]] = field(default_factory=dict)
-    images: list[ImageInputs | None] = field(default_factory=list)
+    images: list[tuple[bytes, ...]] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -67,7 +67,8 @@ class Responses:
         self.scores += row_sums(tensors, "token_level_scores").tolist()
         self.uids += [f"{done}:{uid}" for uid in columns["uid"]]
         self.data_sources += [str(source) for source in columns["data_source"]]
-        self.images += columns[IMAGES].tolist() if IMAGES in columns else [None] * len(batch)
+        images = columns[IMAGES] if IMAGES in columns else [None] * len(batch)
+        self.images += [() if of_row is None else of_row.files for of_row in images]
         self.ground_truths += [(r or {}).get("ground_truth") for r in columns["reward_model"]]
         for target, found in ((self.details, _details(batch)), (self.extra, extra_columns(batch))):
             for name, values in found.items():
@@ -83,7 +84,7 @@ class Responses:
     def dump(self, folder: str, step: int) -> None:
         """Write them to `{step}.jsonl` in the folder, and their images next to it."""
         texts, details = (self.inputs, self.outputs, self.ground_truths), self.dumped_details
-        if any(images is not None for images in self.images):
+        if any(self.images):
             details["images"] = write_images(Path(folder).expanduser(), self.images)
         dump_generations(*texts, self.scores, details, self.extra, folder, step)
 

@@ -216,6 +216,7 @@ def _find_first_difference(options: argparse.Namespace) -> int:
 
 def _replay_dump(options: argparse.Namespace) -> int:
     """Compute the update of a dumped batch again."""
+    from lockstep.protocol.images import IMAGES
     from lockstep.trainer.ppo.batch_dump import read_dump
     from lockstep.trainer.replay.recording import read_recording
 
@@ -224,6 +225,11 @@ def _replay_dump(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise wrong(str(error)) from error
     info = dump.info
+    if IMAGES in info.left_out:
+        raise wrong(
+            f"{options.run}: its rows have images, which a dump leaves out; lockstep replay {dump.run} --step {info.step} computes "
+            "the step from the run"
+        )
     report.say(f"audit {info.audit} at step {info.step}: {info.message}")
     run = SourceRun(dump.run)
     to_replay = with_servers(run.find_dumped(info.step, dump.checkpoint), options.servers)

@@ -15,7 +15,6 @@ from lockstep.observability.dashboard.app import APIS, json_response
 from lockstep.observability.dashboard.request import ApiRequest
 from lockstep.observability.dashboard.runs import Runs
 from lockstep.observability.image_files import write_images
-from lockstep.protocol.images import ImageInputs
 from tests.observability.dashboard.conftest import OpenPage, Serve
 from tests.observability.dashboard.made_conversations import (
     CONTEXT,
@@ -46,10 +45,9 @@ def test_images_of_the_prompt_are_files_beside_the_dump(tmp_path: Path) -> None:
     run = make_conversations(tmp_path / "run")
     dump = run / "rollouts" / "1.jsonl"
     picture = base64.b64decode(PIXEL)
-    inputs = ImageInputs({}, 7, (1, 1), (b"", b""), (picture, picture))
-    names = write_images(dump.parent, [inputs, None])
+    names = write_images(dump.parent, [(picture, picture), ()])
     assert [len(row) for row in names] == [2, 0] and names[0][0] == names[0][1]
-    assert write_images(dump.parent, [inputs]) == names[:1]
+    assert write_images(dump.parent, [(picture, picture)]) == names[:1]
     assert [file.read_bytes() for file in (dump.parent / "images").iterdir()] == [picture]
     rows = dump.read_bytes().splitlines()
     images = [names[0][0], "images/../../secret.png", f"images/{'0' * 32}.png"]
@@ -64,7 +62,7 @@ def test_images_of_the_prompt_are_files_beside_the_dump(tmp_path: Path) -> None:
 
 def test_no_more_images_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.observability.image_files.MOST_BYTES", 10)
-    rows = [ImageInputs({}, 7, (1,), (b"",), (bytes([number]) * 6,)) for number in range(2)]
+    rows = [(bytes([number]) * 6,) for number in range(2)]
     assert [len(names) for names in write_images(tmp_path, rows)] == [1, 0]
 
 
