@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from lockstep.utils.data_uri import as_data_uri
@@ -203,12 +204,16 @@ def _checked(opened: Image.Image, content: bytes | None) -> Picture:
 
 def _as_rgb(image: Image.Image) -> Image.Image:
     """Transparent pixels on white, 16-bit greys by their upper byte."""
+    if image.mode.startswith("I;16"):
+        values = np.asarray(image)
+        grey = (values >> 8).astype(np.uint8)
+        if (transparent := image.info.get("transparency")) is not None:
+            grey[values == transparent] = 255
+        return Image.fromarray(grey).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, rgba).convert("RGB")
-    if image.mode.startswith("I;16"):
-        return image.point(lambda value: value / 256).convert("L").convert("RGB")
     if image.mode not in _DIRECT:
         raise ImageError(f"has mode {image.mode}, which has no range of values; write it as 8-bit RGB")
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -241,17 +241,27 @@ def test_prompts_are_measured_with_their_image_tokens(model: Path, tmp_path: Pat
             lambda image: Image.fromarray(np.full((4, 4), 0x80FF, np.uint16)),
             lambda image: Image.new("RGB", (4, 4), "#808080"),
         ),
+        (
+            lambda image: Image.frombytes("I;16B", (1, 2), b"\x80\xff\x7f\xff"),
+            lambda image: Image.frombytes("L", (1, 2), b"\x80\x7f"),
+        ),
     ],
-    ids=["CMYK", "grey", "palette", "opaque", "transparent", "16 bit"],
+    ids=["CMYK", "grey", "palette", "opaque", "transparent", "16 bit", "16 bit, big-endian"],
 )
 def test_other_modes_become_rgb(
     change: Callable[[Image.Image], Image.Image], expected: Callable[[Image.Image], Image.Image]
 ) -> None:
     changed = change(A)
-    picture = read_image(encoded(changed, "TIFF" if changed.mode == "CMYK" else "PNG"))
+    picture = read_image(encoded(changed, "TIFF" if changed.mode in ("CMYK", "I;16B") else "PNG"))
     assert picture.rgb.mode == "RGB"
     assert np.allclose(np.asarray(picture.rgb, int), np.asarray(expected(A).convert("RGB"), int), atol=1)
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(picture.file))), np.asarray(picture.rgb))
+
+
+def test_a_transparent_16_bit_grey_is_white() -> None:
+    grey = Image.fromarray(np.array([[0x80FF, 0x80FE]], np.uint16))
+    picture = read_image(encoded(grey, transparency=0x80FF))
+    assert np.asarray(picture.rgb)[0, :, 0].tolist() == [255, 0x80]
 
 
 def test_photos_are_turned_upright() -> None:
