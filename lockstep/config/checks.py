@@ -346,3 +346,28 @@ def history_drafts(values: Values, section: str) -> Iterator[Problem]:
             f"set false, or {ranks_key}=1"
         )
         yield Problem(key, True, message, also=(ranks_key,))
+
+
+def exact(values: Values, section: str) -> Iterator[Problem]:
+    """What the rollout of exact mode cannot do. section: that of the rollout."""
+    key = f"{section}.exact"
+    if not values[key]:
+        return
+    yield from requirements(
+        values,
+        key,
+        (f"{section}.name", ("embedded",), "only the embedded engine computes with the trainer's own layers"),
+        (f"{section}.tensor_model_parallel_size", (1,), "sums over ranks have another order"),
+        (f"{section}.enable_rollout_routing_replay", (False,), "models with experts are not exact"),
+    )
+    for form in quantization_of(values, f"{section}."):
+        message = f"the trainer does not compute in 8 bits; set {form}=null, or {key}=false"
+        yield Problem(key, True, message, also=(form,))
+
+
+def requirements(values: Values, key: str, *needs: tuple[str, tuple[Any, ...], str]) -> Iterator[Problem]:
+    """key: a switch that is on. needs: other keys, the values that they may have then, and why."""
+    for other, allowed, why in needs:
+        if values[other] not in allowed:
+            wanted = str(allowed[0]).lower() if isinstance(allowed[0], bool) else allowed[0]
+            yield Problem(key, True, f"{why}; set {other}={wanted}, or {key}=false", also=(other,))

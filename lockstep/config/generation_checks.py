@@ -34,6 +34,7 @@ def check_generation(config: GenerationConfig) -> tuple[list[Problem], list[str]
         _tensor_parallel(values),
         _generating_workers(values),
         checks.history_drafts(values, "rollout"),
+        checks.exact(values, "rollout"),
         checks.sampling(values, "rollout"),
         _output(values, "data.output_path", ".parquet", ".jsonl", required=True),
         _max_model_len(values),

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any
 
 from lockstep.config import checks, micro_batches
-from lockstep.config.actor_rollout_ref import has_cut_log_probs, own_quantization, quantization_of
+from lockstep.config.actor_rollout_ref import has_cut_log_probs, own_quantization
 from lockstep.config.checks import SEPARATE, Values
 from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES
 from lockstep.config.errors import ConfigError, Problem
@@ -264,23 +264,19 @@ def _exact(values: Values) -> Iterator[Problem]:
     key = f"{_ROLLOUT}.exact"
     if not values[key]:
         return
-    needs: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-        (f"{_ROLLOUT}.name", ("embedded",), "only the embedded engine computes with the trainer's own layers"),
-        (f"{_ACTOR}.strategy", ("fsdp", "fsdp2"), "other engines have their own layers"),
-        (f"{_REF}.strategy", ("fsdp", "fsdp2"), "other engines have their own layers"),
-        (f"{_ROLLOUT}.tensor_model_parallel_size", (1,), "sums over ranks have another order"),
-        (f"{_ACTOR}.ulysses_sequence_parallel_size", (1,), "attention split over ranks is not exact"),
-        (f"{_REF}.ulysses_sequence_parallel_size", (1,), "attention split over ranks is not exact"),
+    yield from checks.exact(values, _ROLLOUT)
+    sequence_ranks = ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")
+    yield from checks.requirements(
+        values,
+        key,
+        *((f"{role}.strategy", ("fsdp", "fsdp2"), "other engines have their own layers") for role in (_ACTOR, _REF)),
+        *(
+            (f"{role}.{ranks}", (1,), "attention split over ranks is not exact")
+            for role in (_ACTOR, _REF)
+            for ranks in sequence_ranks
+        ),
         (f"{_ROLLOUT}.calculate_log_probs", (True,), "it is about the rollout's log-probs"),
-        (f"{_ROLLOUT}.enable_rollout_routing_replay", (False,), "models with experts are not exact"),
     )
-    for other, allowed, why in needs:
-        if values[other] not in allowed:
-            wanted = str(allowed[0]).lower() if isinstance(allowed[0], bool) else allowed[0]
-            yield Problem(key, True, f"{why}; set {other}={wanted}, or {key}=false", also=(other,))
-    for form in quantization_of(values, f"{_ROLLOUT}."):
-        message = f"the trainer does not compute in 8 bits; set {form}=null, or {key}=false"
-        yield Problem(key, True, message, also=(form,))
     for name in ("rollout_is", "rollout_rs"):
         correction = f"algorithm.rollout_correction.{name}"
         if values[correction] is not None and not _is_stale(values):

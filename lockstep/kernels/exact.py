@@ -2,7 +2,8 @@
 
 A matrix product chooses its kernel, and so the order in which it sums, by the number of rows; attention by the number of queries
 and keys. Here the same kernel computes every row: on the CPU products are computed `TILE` rows at a time, the last tile padded; on
-CUDA by `kernels/exact_product.py`. Norms, rotary embedding, activations and softmax are computed row by row anyway.
+CUDA by `kernels/exact_product.py`. On the CPU silu and gelu have other code for entries that do not fill a vector register, so
+they are composed of operations that have not. Norms, rotary embedding and softmax are computed row by row anyway.
 
 Only the forward is exact. Gradients are the usual ones.
 """
@@ -10,10 +11,12 @@ Only the forward is exact. Gradients are the usual ones.
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar, Token
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 TILE = 32
 """Rows of one product on the CPU."""
@@ -59,6 +62,43 @@ def exact_product(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -
     for rows, target in zip(padded.split(TILE), out.split(TILE)):
         torch.mm(rows, transposed, out=target)
     return out[:num_rows].to(dtype or x.dtype)
+
+
+def exact_activation(x: Tensor, name: str) -> Tensor:
+    """silu, or gelu by its tanh approximation (gelu_tanh), on the CPU: the same bits wherever an entry is."""
+    out: Tensor = _ExactActivation.apply(x, name)
+    return out
+
+
+class _ExactActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.name = name
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if name == "silu":
+            out = wide / torch.exp(-wide).add_(1)
+        else:
+            cubic = (wide * wide).mul_(wide).mul_(0.044715).add_(wide)
+            out = torch.tanh(cubic.mul_(0.7978845608028654)).add_(1).mul_(wide).mul_(0.5)
+        return out.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        if ctx.name == "silu":
+            return torch.ops.aten.silu_backward(grad, x), None
+        return torch.ops.aten.gelu_backward(grad, x, approximate="tanh"), None
+
+
+@torch.no_grad()
+def depends_on_place(name: str, dtype: torch.dtype) -> bool:
+    """Whether the activation of an entry depends on where it is in a tensor."""
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(400, 307, generator=generator)).to(dtype)  # so many that several threads compute them
+    parts = [exact_activation(part, name) for row in x[::20] for part in row.split(23)]
+    return not torch.equal(torch.cat(parts), exact_activation(x, name)[::20].flatten())
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lockstep.kernels.exact import exact_product, is_exact
+from lockstep.kernels.exact import exact_activation, exact_product, is_exact
 from lockstep.kernels.fp8 import Fp8Rows, fp8_linear, joined
 from lockstep.kernels.ops import HALF, on_gpu
 from lockstep.kernels.packed import packed
@@ -206,7 +206,10 @@ def gated_linear(gate_up: Tensor, down: nn.Module, activation: Activation, strea
         out: Tensor = _GatedLinear.apply(gate_up, *arguments)
         return out
     gate, up = gate_up.chunk(2, -1)
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    if is_exact() and not on_gpu(gate):
+        gate = exact_activation(gate, activation)
+    else:
+        gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     if stream is not None:
         return add_linear(stream, gate * up, down)
     return joint_linear(gate * up, [down])

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.kernels.exact import depends_on_other_rows
+from lockstep.kernels.exact import depends_on_other_rows, depends_on_place
 from lockstep.kernels.linear import is_plain, linear_and_adapter
 from lockstep.kernels.ops import HALF
 from lockstep.kernels.packed import packed
@@ -26,6 +26,8 @@ def check_exact(model: Any) -> None:
     culprit = None if shape is None else f"its product with a weight of {shape[0]} x {shape[1]} gives a row"
     if culprit is None and depends_on_other_queries(layers[0].head_dim, head.weight.dtype, head.weight.device):
         culprit = "its attention gives a query"
+    if culprit is None and not head.weight.is_cuda and depends_on_place(layers[0].activation, head.weight.dtype):
+        culprit = "its activation gives a row"
     if culprit is not None:
         raise ValueError(
             f"{_KEY}=true is not possible on this machine: {culprit} another result in another batch; set {_KEY}=false"

@@ -102,6 +102,14 @@ REF = "actor_rollout_ref.ref"
             ],
             f"must take the same steps; set false, or {ROLLOUT}.tensor_model_parallel_size=1",
         ),
+        (
+            [
+                f"{ROLLOUT}.exact=true",
+                f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2",
+                "trainer.n_gpus_per_node=2",
+            ],
+            f"attention split over ranks is not exact; set {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=1",
+        ),
         ([f"{ROLLOUT}.history_drafts.max_draft_tokens=0"], "history_drafts.max_draft_tokens=0: must be greater than 0"),
         ([f"{ROLLOUT}.history_drafts.max_memory_mb=0"], "history_drafts.max_memory_mb=0: must be greater than 0"),
         (

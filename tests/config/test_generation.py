@@ -73,6 +73,8 @@ def test_the_documented_evaluation_file_composes_as_printed(tmp_path: Path, capl
         (GenerationConfig, "data.n_samples=0", "must be greater than 0"),
         (GenerationConfig, "data.output_path=x.csv", "must end in .parquet"),
         (GenerationConfig, "rollout.temperature=0", "sampling needs a temperature above 0"),
+        (GenerationConfig, "rollout.exact=true rollout.name=hf", "rollout.exact=true: only the embedded engine"),
+        (GenerationConfig, "rollout.exact=true rollout.quantization=fp8", "rollout.exact=true: the trainer does not"),
         (GenerationConfig, "rollout.n=4", "data.n_samples is the number of responses"),
         (GenerationConfig, "rollout.val_kwargs.n=4", "set rollout.temperature, top_k"),
         (GenerationConfig, "rollout.name=trtllm", "not supported: set embedded, hf, vllm, sglang, tgi or server"),
@@ -92,7 +94,7 @@ def test_the_documented_evaluation_file_composes_as_printed(tmp_path: Path, capl
 )
 def test_wrong_settings_are_named(cls: type, override: str, message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        load_config(cls, [override])
+        load_config(cls, override.split())
     (problem,) = [p for p in raised.value.problems if override.startswith(p.key)]
     assert message in str(problem)
 

@@ -1,14 +1,17 @@
 """Exact mode: tokens and log-probs to the bit, whatever the schedule, and those of the trainer's forward."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import nn
 
 from lockstep.engines.rollout import Completion, GenerationRequest
 from lockstep.kernels import exact
 from lockstep.kernels.exact import depends_on_other_rows, exact_mode, exact_product
+from lockstep.kernels.linear import Activation, gated_linear
 from lockstep.models import exact_attention
 from lockstep.models.exact_models import check_exact
 from lockstep.models.layer_options import LayerOptions
@@ -140,6 +143,42 @@ def test_attention_that_depends_on_other_queries_is_found(monkeypatch: pytest.Mo
     forward = exact_attention._forward
     monkeypatch.setattr(exact_attention, "_forward", lambda q, *more: forward(q, *more) + 1e-6 * q.sum())
     with pytest.raises(ValueError, match="not possible on this machine: its attention gives a query another result"):
+        check_exact(tiny_model("qwen2"))
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_an_mlp_of_many_rows_is_that_of_each_row(activation: Activation) -> None:
+    """So many that threads share them, with a width that no vector register divides. The gradients are the usual ones."""
+    torch.manual_seed(0)
+    down = nn.Linear(100, 100, bias=False)  # passes on the bits of the activation
+    gate_up = torch.cat([3 * torch.randn(1001, 100), torch.ones(1001, 100)], 1)
+    with exact_mode(True), torch.no_grad():
+        torch.nn.init.eye_(down.weight)
+        each = torch.cat([gated_linear(row, down, activation) for row in gate_up.split(1)])
+        for num_rows in range(401, 1001, 3):
+            assert torch.equal(gated_linear(gate_up[:num_rows], down, activation), each[:num_rows])
+    found = []
+    for on in (False, True):
+        x = gate_up.detach().requires_grad_()
+        with exact_mode(on):
+            out = gated_linear(x, down, activation)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), x)))
+    for usual, exactly in zip(*found):
+        torch.testing.assert_close(exactly, usual, rtol=1e-5, atol=1e-5)
+
+
+def test_an_activation_that_depends_on_the_place_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "exact_activation", lambda x, name: x + 1e-6 * x.numel())
+    with pytest.raises(ValueError, match="not possible on this machine: its activation gives a row another result"):
         check_exact(tiny_model("qwen2"))
 
 
