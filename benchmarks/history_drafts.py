@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
             )
     if args.json:
         with open(args.json, "w") as file:
-            json.dump(found, file, indent=1)
+            json.dump({"results": found}, file, indent=1)
     return 0
 
 

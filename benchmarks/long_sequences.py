@@ -149,7 +149,10 @@ def main(argv: list[str] | None = None) -> None:
         results[name] = measure(name, args)
         show(console, name, results[name], args)
         if args.json:  # after each run: one of several may take hours
-            args.json.write_text(json.dumps({"arguments": vars(args), "results": results}, indent=1, default=str))
+            sides = [side for found in results.values() for side in found.items()]
+            failures = {side: figures["failed"] for side, figures in sides if "failed" in figures}
+            content = {"arguments": vars(args), "results": results, "failures": failures}
+            args.json.write_text(json.dumps(content, indent=1, default=str))
 
 
 if __name__ == "__main__":

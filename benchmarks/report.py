@@ -29,7 +29,13 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).parent / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "large_models.md")
+PAGES = (
+    ROOT / "README.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("performance", "large_models", "quantization", "speculation", "exact", "long_sequences")
+    ),
+)
 PACKAGES = ("torch", "transformers", "vllm", "trl")
 NAMES = {"vllm": "vLLM", "trl": "TRL", "trl+vllm": "TRL + vLLM"}
 """How tables write a side or package; others as they are."""
@@ -49,6 +55,7 @@ def by_case(found: dict[str, Any]) -> Figures:
     for row in found["results"]:
         side = "lockstep" if row["engine"] == "embedded" else row["engine"]
         numbers = {"tokens_per_s": row["tokens_per_s"], "start_s": row["startup_s"]}
+        numbers |= {"drift": row["drift"]} if row.get("drift") is not None else {}
         figures.setdefault(row["case"], {})[side] = numbers
     return figures
 
@@ -72,6 +79,25 @@ def by_phase(found: dict[str, Any]) -> Figures:
     return {"": phases | {"weights": {"gb": found["gb"]}}}
 
 
+def by_run(found: dict[str, Any]) -> Figures:
+    """long_sequences.py: one case per run, with the sides that did not fail."""
+    return {
+        name: {side: figures for side, figures in sides.items() if "failed" not in figures}
+        for name, sides in found["results"].items()
+    }
+
+
+def by_history(found: dict[str, Any]) -> Figures:
+    """history_drafts.py: one case per number of sequences; a side per share of the history that is right."""
+    return {f"x{row['sequences']}": row["histories"] for row in found["results"]}
+
+
+def by_class(found: dict[str, Any]) -> Figures:
+    """train_profile.py: one side per class of kernels, and the whole step."""
+    parts = {name: {key: part[key] for key in ("ms", "tflops") if part[key]} for name, part in found["parts"].items()}
+    return {"": parts | {"step": {key: found[key] for key in ("ms", "tflops")}}}
+
+
 def by_controller(found: dict[str, Any]) -> Figures:
     return {"": found}
 
@@ -90,6 +116,9 @@ READERS = {
     "grpo_step.py": by_side,
     "sft_step.py": by_side,
     "train_step.py": by_name,
+    "train_profile.py": by_class,
+    "long_sequences.py": by_run,
+    "history_drafts.py": by_history,
     "hybrid_cycle.py": by_phase,
     "startup.py": by_controller,
     "simulated_cluster.py": by_ranks,
@@ -153,6 +182,26 @@ COMMANDS = {
         "hybrid-7b": "hybrid_cycle.py --shape 7b --cycles 4 --requests 128 actor_rollout_ref.rollout.gpu_memory_utilization=0.4"
         " actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"
         " actor_rollout_ref.model.enable_gradient_checkpointing=true",
+        "rollout-hybrid": "rollout.py --shape hybrid-1.5b --peer-python {vllm}",
+        "rollout-moe": "rollout.py --shape qwen3-30b-a3b-quarter --peer-python {vllm}",
+        "grpo-hybrid": "grpo_step.py --shape hybrid-1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024"
+        " --max-tokens 16384 --peer trl+vllm --peer-micro 8 --peer-python {trl}",
+        "grpo-moe": "grpo_step.py --shape qwen3-30b-a3b-quarter --prompts 16 --samples 8 --checkpointing --max-tokens 16384"
+        " --master-dtype bfloat16 --peer trl+vllm --peer-micro 8 --peer-python {trl}",
+        "grpo-vl": "grpo_step.py --shape qwen2.5-vl-3b --prompts 16 --samples 8 --prompt-tokens 64 --max-tokens 8192"
+        " --peer trl+vllm --peer-micro 8 --peer-python {trl}",
+        "rollout-fp8": "rollout.py --shape 7b --engines embedded embedded-fp8 embedded-fp8-cache vllm --peer-python {vllm}",
+        "drafts": "history_drafts.py --shape 0.5b --sequences 1 4 16 64 256 512 --right 0.8 0.95 1.0 --repeats 2",
+        "grpo-alone": "grpo_step.py --steps 8 --peer none",
+        "grpo-exact": "grpo_step.py --steps 8 --peer none actor_rollout_ref.rollout.exact=true",
+        "grpo-7b-alone": f"{GRPO_7B} --master-dtype bfloat16 --steps 4 --peer none",
+        "grpo-7b-exact": f"{GRPO_7B} --master-dtype bfloat16 --steps 4 --peer none actor_rollout_ref.rollout.exact=true",
+        "long-1.5b": "long_sequences.py --run 1.5b",
+        "long-1.5b-trl": "long_sequences.py --run 1.5b --only-peer --peer trl+vllm"
+        " --peer-setting vllm_gpu_memory_utilization=0.4 --peer-python {trl}",
+        "long-7b": "long_sequences.py --run 7b-lora",
+        "profile-1.5b": "train_profile.py --shape 1.5b --tokens 33024 --length 33024 --checkpointing",
+        "profile-7b": "train_profile.py --shape 7b --tokens 16384 --length 512 --checkpointing",
     },
 }
 RUNS = [Run(name, device, command) for device, commands in COMMANDS.items() for name, command in commands.items()]
@@ -196,6 +245,11 @@ def _name(side: str) -> str:
 def tokens(figures: Side) -> str:
     memory = f", {figures['peak_gb']:.1f} GB" if figures.get("peak_gb") else ""
     return f"{figures['tokens_per_s']:,.0f} tokens/s{memory}"
+
+
+def drifting(figures: Side) -> str:
+    drift = f", log-probs differ by {figures['drift']:.3f}" if "drift" in figures else ""
+    return f"{figures['tokens_per_s']:,.0f} tokens/s{drift}"
 
 
 def step(figures: Side) -> str:
@@ -292,6 +346,21 @@ ROWS: dict[str, list[Row]] = {
         Row("step, embedded engine", "grpo", STEP, "trl+vllm"),
         Row("command to the end of the first step, `rollout.name=vllm`", "grpo-vllm", START, "trl+vllm", peer_run="grpo"),
     ],
+    "families": [
+        Row("rollout, Gated DeltaNet hybrid, 1.5B, 256 requests of 256 + 256 tokens", "rollout-hybrid", TOKENS, "vllm",
+            "hybrid-1.5b uniform x256"),
+        Row("rollout, a quarter of Qwen3-30B-A3B's layers, 256 requests of 256 + 256 tokens", "rollout-moe", TOKENS, "vllm",
+            "qwen3-30b-a3b-quarter uniform x256"),
+        Row("GRPO step, the hybrid, 16 prompts x 8 samples, 512 + 1024 tokens", "grpo-hybrid", STEP, "trl+vllm"),
+        Row("GRPO step, the mixture, 16 prompts x 8 samples, 256 + 256 tokens, bfloat16 masters, gradient checkpointing",
+            "grpo-moe", STEP, "trl+vllm"),
+        Row("GRPO step, Qwen2.5-VL-3B, 16 prompts x 8 samples, one picture of 448 x 448 and 64 + 256 tokens", "grpo-vl", STEP,
+            "trl+vllm"),
+    ],
+    "long": [
+        Row("1.5B, all parameters", "long-1.5b", STEP, "trl+vllm", "1.5b", peer_run="long-1.5b-trl"),
+        Row("7B, LoRA of rank 32", "long-7b", STEP, "", "7b-lora"),
+    ],
 }
 # fmt: on
 """Table -> its rows."""
@@ -300,6 +369,89 @@ ROWS: dict[str, list[Row]] = {
 def comparison(name: str, results: Results) -> list[str]:
     header = ["| | Lockstep | peer | Lockstep is faster by |", "|---|---|---|---|"]
     return [*header, *(row.text(results, row.label) for row in ROWS[name])]
+
+
+def fp8_table(results: Results) -> list[str]:
+    """rollout.py: each form of the engine beside vLLM in the trainer's precision."""
+    lines = [
+        "| rollout, 7B, 256 requests of 256 + 256 tokens | Lockstep | vLLM in bfloat16 | Lockstep is faster by |",
+        "|---|---|---|---|",
+    ]
+    theirs = results.side("rollout-fp8", "vllm", LARGE)
+    peer = f"{theirs[TOKENS]:,.0f} tokens/s" if theirs else "not measured"
+    for label, side in (
+        ("bfloat16", "lockstep"),
+        ("weights", "embedded-fp8"),
+        ("weights and KV cache", "embedded-fp8-cache"),
+    ):
+        ours = results.side("rollout-fp8", side, LARGE)
+        ratio = f"{_faster(ours, theirs, TOKENS)}x" if ours and theirs else ""
+        lines.append(f"| {label} | {drifting(ours) if ours else 'not measured'} | {peer} | {ratio} |")
+    return lines
+
+
+def exact_table(results: Results) -> list[str]:
+    lines = ["| GRPO step | default | exact | takes longer by |", "|---|---|---|---|"]
+    for label, default, exact in (("0.5B", "grpo-alone", "grpo-exact"), ("7B", "grpo-7b-alone", "grpo-7b-exact")):
+        sides = [results.side(run, "lockstep") for run in (default, exact)]
+        cells = [step(side) if side else "not measured" for side in sides]
+        ratio = f"{sides[1][STEP] / sides[0][STEP]:.2f}x" if sides[0] and sides[1] else ""
+        lines.append(f"| {label} | {' | '.join(cells)} | {ratio} |")
+    return lines
+
+
+def drafts_table(results: Results) -> list[str]:
+    shares = {"none": "none", "0.8": "0.8 right", "0.95": "0.95 right", "1": "all right"}
+    lines = [f"| sequences, 256 tokens each | {' | '.join(shares.values())} |", "|---|" + "---|" * len(shares)]
+    for count in (1, 4, 16, 64, 256, 512):
+        found = (results.side("drafts", share, f"x{count}") for share in shares)
+        cells = (
+            f"{side['speedup']:.2f}x, {side['acceptance']:.2f} accepted" if side else "not measured" for side in found
+        )
+        lines.append(f"| {count} | {' | '.join(cells)} |")
+    return lines
+
+
+def memory_table(results: Results) -> list[str]:
+    """long_sequences.py: peaks in GB."""
+    lines = ["| | generation planned | measured | update planned | measured |", "|---|---|---|---|---|"]
+    for label, run, case in (
+        ("1.5B, all parameters", "long-1.5b", "1.5b"),
+        ("7B, LoRA of rank 32", "long-7b", "7b-lora"),
+    ):
+        found = results.side(run, "lockstep", case)
+        cells = (
+            _number(found, f"{kind}_gb/{phase}", 1) for phase in ("gen", "update_actor") for kind in ("planned", "peak")
+        )
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
+CLASSES = (
+    "products",
+    "attention",
+    "log-prob head",
+    "norms and element-wise",
+    "gradient sums",
+    "optimizer",
+    "copies",
+    "host gaps",
+    "step",
+)
+"""Of kernels, in train_profile.py."""
+
+
+def profile_table(results: Results) -> list[str]:
+    runs = {"1.5B, one row of 33,024 tokens": "profile-1.5b", "7B, 32 rows of 512 tokens": "profile-7b"}
+    lines = [f"| | {' | | '.join(runs)} | |", "|---|" + "---|" * (2 * len(runs))]
+    for name in CLASSES:
+        cells = []
+        for run in runs.values():
+            found = results.side(run, name)
+            cells += [f"{_number(found, 'ms', 1)} ms" if found else "not measured"]
+            cells += [f"{found['tflops']:.0f} TFLOP/s" if found and "tflops" in found else ""]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
 
 
 def readme_table(results: Results) -> list[str]:
@@ -421,6 +573,11 @@ TABLES: dict[str, Table] = {
     "cluster": cluster_table,
     "demo": demo_table,
     "cycle": cycle_table,
+    "fp8": fp8_table,
+    "exact": exact_table,
+    "drafts": drafts_table,
+    "memory": memory_table,
+    "profile": profile_table,
     "limits": limits_table,
 }
 
@@ -446,7 +603,7 @@ def filled(text: str, results: Results, tables: dict[str, Table] = TABLES) -> st
             raise ValueError(f"report.py has no table {name}; it has {', '.join(sorted(tables))}")
         results.used = []
         lines = tables[name](results)
-        if name != "readme":
+        if name != "readme" and results.used:
             lines += ["", "Measured on:", *origins(results, results.used)]
         return "\n".join([f"<!-- report {name} -->", "", *lines, "", "<!-- end -->"])
 
@@ -469,7 +626,8 @@ def measure(run: Run, pythons: dict[str, str]) -> Result:
         folder.mkdir()
         variables, arguments = run.words(folder=str(folder), **pythons)
         load = os.getloadavg()[0] / (os.cpu_count() or 1)
-        env = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"PYTHONPATH": paths} | variables
         done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env)
         summary = folder / "summary.json"
         if not summary.exists():

@@ -48,7 +48,8 @@ class Case:
 
 @dataclass
 class Result:
-    """seconds: per run after the first. same_tokens: fraction of tokens equal to embedded's, if both are greedy."""
+    """seconds: per run after the first. same_tokens: fraction of tokens equal to embedded's, if both are greedy. drift: see
+    `drift_of`; of engines in 8 bits."""
 
     engine: str
     case: str
@@ -57,6 +58,7 @@ class Result:
     startup_s: float
     peak_gb: float | None
     same_tokens: float | None = None
+    drift: float | None = None
     outputs: list[list[int]] = field(default_factory=list, repr=False)
 
     @property
@@ -123,7 +125,8 @@ def embedded(args: argparse.Namespace, longest: Case, **eight_bits: str) -> tupl
         return [c.token_ids for c in completions]
 
     if eight_bits:
-        print_drift(engine, model)
+        args.drift = drift_of(engine, model)
+        print(f"log-probs differ from the model's by {args.drift:.4f} on average")
     return generate, model.config.vocab_size
 
 
@@ -135,21 +138,23 @@ def embedded_fp8_cache(args: argparse.Namespace, longest: Case) -> tuple[Generat
     return embedded(args, longest, quantization="fp8", kv_cache_dtype="fp8")
 
 
-def print_drift(engine: Any, model: Any) -> None:
+def drift_of(engine: Any, model: Any) -> float:
     """Mean difference of log-probs between the engine and transformers in the model's dtype, over eight random prompts."""
     import torch
 
     from lockstep.engines.rollout import GenerationRequest, SamplingParams
     from lockstep.models.model_check import reference_log_probs
 
-    rng, new = random.Random(1), min(64, engine.max_model_len - 16)
-    prompts = [[rng.randrange(model.config.vocab_size) for _ in range(16)] for _ in range(8)]
+    rng, longest = random.Random(1), engine.max_model_len
+    prompt_tokens = min(16, longest // 2)
+    new = min(64, longest - prompt_tokens)
+    prompts = [[rng.randrange(model.config.vocab_size) for _ in range(prompt_tokens)] for _ in range(8)]
     sampling = SamplingParams(1.0, max_tokens=new, ignore_eos=True)
     completions = engine.generate([GenerationRequest(prompt, sampling, i) for i, prompt in enumerate(prompts)])
     sequences = [prompt + c.token_ids for prompt, c in zip(prompts, completions)]
     expected = [row[-new:].cpu() for row in reference_log_probs(model.eval(), sequences, [None] * len(sequences))]
     got = torch.tensor([c.log_probs for c in completions])
-    print(f"log-probs differ from the model's by {(got - torch.stack(expected)).abs().mean():.4f} on average")
+    return float((got - torch.stack(expected)).abs().mean())
 
 
 def transformers(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
@@ -260,6 +265,7 @@ def work(args: argparse.Namespace) -> None:
         (1, max(c.prompt_tokens[1] for c in cases)),
         (1, max(c.new_tokens[1] for c in cases)),
     )
+    args.drift = None
     generate, vocab_size = ENGINES[args.work](args, longest)
     generate([Request(list(range(min(64, longest.prompt_tokens[1]))), 1)])
     startup = time.perf_counter() - PROCESS_STARTED
@@ -273,7 +279,9 @@ def work(args: argparse.Namespace) -> None:
             seconds.append(time.perf_counter() - started)
         tokens = sum(len(o) for o in outputs)
         kept = outputs if args.model is not None else []
-        results.append(Result(args.work, case.name, tokens, seconds[1:], startup, peak_gb(args), outputs=kept))
+        results.append(
+            Result(args.work, case.name, tokens, seconds[1:], startup, peak_gb(args), drift=args.drift, outputs=kept)
+        )
     args.out.write_text(json.dumps([asdict(r) for r in results]))
 
 

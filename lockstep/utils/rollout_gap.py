@@ -147,12 +147,13 @@ class GapBound:
         )
 
     def _quantized_problem(self, gap: float, bound: float) -> str:
-        first = " (four times that of the first step)" if bound != self.largest else ""
+        origins = {self.largest: "", self.floor: " (a quarter of quantization_max_gap)"}
+        origin = origins.get(bound, " (four times that of the first step)")
         return (
             f"the log-probs of the rollout in 8 bits differ from the trainer's by {gap:.4f} per token on average; the bound is "
-            f"{bound:.4f}{first}. Likely causes: a model that 8 bits do not serve well, or a rollout whose weights are not in sync "
-            "(then it differs with actor_rollout_ref.rollout.quantization=null and kv_cache_dtype=null too). To accept more, raise "
-            "actor_rollout_ref.rollout.quantization_max_gap"
+            f"{bound:.4f}{origin}. Likely causes: a model that 8 bits do not serve well, or a rollout whose weights are not in "
+            "sync (then it differs with actor_rollout_ref.rollout.quantization=null and kv_cache_dtype=null too). To accept more, "
+            "raise actor_rollout_ref.rollout.quantization_max_gap"
         )
 
     @staticmethod

@@ -54,7 +54,6 @@ def test_drafts_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_learning_run_with_drafts_has_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_model(tmp_path / "model")
     write_rows(tmp_path / "train.parquet", 2)

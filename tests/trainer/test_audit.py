@@ -130,6 +130,10 @@ def test_the_bound_of_a_rollout_in_8_bits_is_its_key(batch: DataProto) -> None:
         AuditError, match=r"in 8 bits .* by 0\.0900 .* is 0\.0800 \(four times that of the first step\)"
     ):
         gap_of(batch, bound, 0.09)
+    small = GapBound(torch.float32, largest=0.2)
+    gap_of(batch, small, 0.003)
+    with pytest.raises(AuditError, match=r"is 0\.0500 \(a quarter of quantization_max_gap\)"):
+        gap_of(batch, small, 0.06)
     wide = GapBound(torch.bfloat16, largest=0.2)
     gap_of(batch, wide, 0.15)
     with pytest.raises(

@@ -1,8 +1,11 @@
 """GRPO with rollouts in 8 bits: it learns, the drift is measured and corrected, and an audit bounds it."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from lockstep.config.compose import log_once
@@ -67,6 +70,51 @@ def test_too_much_drift_stops_the_run(
     assert main([*stale, f"trainer.default_local_dir={tmp_path}/stale"]) == 1
     assert len(served) > 1
     assert "the log-probs of the rollout in 8 bits differ" in capfd.readouterr().err
+
+
+SPLIT = ["trainer.controller=local", "trainer.placement=split", "trainer.n_gpus_per_node=2"]
+
+
+def are_present(copies: Fp8Weights) -> bool:
+    """Whether the copies are those of the weights that the model has now."""
+    pairs = [
+        (fp8.quantize(linear.weight.detach()), copy)
+        for linears, own in zip(copies._products, copies._copies)
+        for linear, copy in zip(linears, own)
+    ]
+    return all(torch.equal(a.dequantized(), b.dequantized()) for a, b in pairs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "num_versions"),
+    [
+        (["actor_rollout_ref.model.lora_rank=4"], 1),  # the base is frozen
+        (["actor_rollout_ref.rollout.free_cache_engine=false", FP8_CACHE], 3),
+        (["trainer.async_mode=colocated"], 3),
+        (["trainer.async_mode=one_step_off", *SPLIT], 2),
+        (["trainer.async_mode=fully_async", *SPLIT], 3),
+    ],
+    ids=["lora", "kept cache", "colocated", "one step off", "fully asynchronous"],
+)
+def test_copies_follow_the_weights_in_every_mode(
+    settings: list[str], num_versions: int, command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a rollout begins they are those of its weights, and so they are when it ends: weights do not change in between."""
+    serving, served = Fp8Weights.serving, set()
+
+    @contextmanager
+    def watched(self: Fp8Weights) -> Iterator[None]:
+        with serving(self):
+            assert are_present(self)
+            yield
+            assert are_present(self)
+            served.add(float(self._copies[0][0].dequantized().abs().sum()))
+
+    monkeypatch.setattr(Fp8Weights, "serving", watched)
+    assert main([*command, *settings, "trainer.total_training_steps=3"]) == 0
+    assert len(served) >= num_versions
+    assert all("rollout_corr/rollout_is_mean" in row for row in metrics_of(tmp_path / "run"))
 
 
 def test_a_cache_in_8_bits_is_corrected_and_bounded(
