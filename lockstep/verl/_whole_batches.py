@@ -82,7 +82,7 @@ class WholeBatchGroup:
         return getattr(self._group, name)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response per row, with the row's images. meta_info: `validate` samples as validation does, `do_sample=False` greedily."""
+        """One response per row, with its images. meta_info: `validate` samples as validation does, `do_sample=False` greedily."""
         output = adopt(self._caller.generate(self._group, prompts))
         if IMAGES in prompts.non_tensor_batch:  # programs take it from their batch together with the prompts
             output.non_tensor_batch.setdefault(IMAGES, prompts.non_tensor_batch[IMAGES])

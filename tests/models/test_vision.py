@@ -95,7 +95,7 @@ def test_images_follow_their_rows_into_mini_batches() -> None:
 
 
 def test_text_alone_is_no_batch_with_images() -> None:
-    """A model that reads images trains on text as any other: Gemma 3 on packed tokens, engines and models that read no images too."""
+    """A model that reads images trains on text as any other: Gemma 3 on packed tokens, with any engine, critic and reward model."""
     data = batch_without_padding()
     data.non_tensor_batch["multi_modal_inputs"][:] = None
     (part,) = lay_out(data, MiniBatches(size=5), 1, balance=True).chunk(1)

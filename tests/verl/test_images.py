@@ -21,7 +21,7 @@ class Group:
         self.seen.append(rows.non_tensor_batch[IMAGES].tolist())
         ids = torch.ones(len(rows), 2, dtype=torch.int64)
         names = ("input_ids", "attention_mask", "position_ids")
-        return DataProto.from_dict({name: ids for name in names} | {"responses": ids[:, 1:]})
+        return DataProto.from_dict(dict.fromkeys(names, ids) | {"responses": ids[:, 1:]})
 
     def compute_log_prob(self, rows: DataProto) -> Any:
         self.seen.append(images_of(with_images(rows)))

@@ -73,7 +73,7 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> int:
 
 
 def complete_state(optimizer: torch.optim.Optimizer) -> None:
-    """After a first step: parameters without a gradient so far, such as a tower whose images have not come, get the state of none."""
+    """After a first step: give parameters that had no gradient yet, such as a tower without images so far, the state of no step."""
     step = next(state["step"] for state in optimizer.state.values())
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter not in optimizer.state:
