@@ -33,7 +33,7 @@ from tests.engines.rollout.rollout_cases import (
 from tests.engines.rollout.test_out_of_memory import most_tokens, refuse
 from tests.models.vision_families import END, IMAGE, START, images_for, save_tiny_vision
 
-MORE = ("llava", "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "llava_next", "smolvlm", "idefics3", "internvl")
+MORE = ("llava", "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "llava_next", "smolvlm", "idefics3", "internvl")
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 
 
