@@ -188,7 +188,8 @@ def base_of(model: Any) -> Any:
 def own_inputs(
     model: Any, token_ids: Tensor, images: ImageInputs, num_prompt_tokens: int | None = None
 ) -> dict[str, Tensor]:
-    """Keyword arguments of the model's own forward for a row (1, L) with images. num_prompt_tokens: None for a prompt."""
+    """Keyword arguments of the model's own forward for a row (1, L) with images, or for prompts (B, L) padded on the left.
+    num_prompt_tokens: of a row; None for prompts."""
     weight = model.get_input_embeddings().weight
     inputs = {name: _like(value, weight) for name, value in images.tensors.items()}
     known = inspect.signature(base_of(model).forward).parameters
@@ -196,7 +197,7 @@ def own_inputs(
     if model.config.model_type in PREFIX_TYPES:
         place = torch.arange(token_ids.shape[1], device=token_ids.device)
         is_response = place >= (num_prompt_tokens or len(place))
-        return inputs | dict.fromkeys(kinds, is_response.int()[None])
+        return inputs | dict.fromkeys(kinds, is_response.int().expand_as(token_ids))
     return inputs | dict.fromkeys(kinds, (token_ids == images.token_id).int())
 
 

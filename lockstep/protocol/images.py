@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 IMAGES = "multi_modal_inputs"
@@ -21,7 +22,8 @@ class ImageInputs:
     """Samples of one prompt refer to the same object, so that a batch has it once.
 
     tensors:    what the processor returns besides token ids (pixel_values, image_grid_thw, …), of all images in the order of
-                their placeholders; each is concatenated over images along the first dimension.
+                their placeholders; each is concatenated over images along the first dimension. Images that came at different times
+                may have another number of tiles: missing ones are zero, as in the processor's own batches.
     token_id:   the placeholder token.
     num_tokens: placeholder tokens of each image in the sequence.
     digests:    of the pixels that the processor was given of each image, 16 bytes.
@@ -56,7 +58,7 @@ class ImageInputs:
         if later is None:
             return self
         return ImageInputs(
-            {name: torch.cat([value, later.tensors[name]]) for name, value in self.tensors.items()},
+            {name: _padded_cat(value, later.tensors[name]) for name, value in self.tensors.items()},
             self.token_id,
             self.num_tokens + later.num_tokens,
             self.digests + later.digests,
@@ -66,6 +68,17 @@ class ImageInputs:
     def to_state(self) -> dict[str, Any]:
         """As plain data for `utils.state_file`; the arguments that make it again."""
         return {part.name: getattr(self, part.name) for part in fields(self)}
+
+
+def _padded_cat(one: Tensor, other: Tensor) -> Tensor:
+    """One after the other along the first dimension; all other dimensions are padded at their end."""
+    sizes = [max(pair) for pair in zip(one.shape[1:], other.shape[1:])]
+
+    def padded(value: Tensor) -> Tensor:
+        missing = [size - own for size, own in zip(sizes, value.shape[1:])]
+        return F.pad(value, [number for after in reversed(missing) for number in (0, after)]) if any(missing) else value
+
+    return torch.cat([padded(one), padded(other)])
 
 
 def column_state(column: np.ndarray) -> dict[str, Any]:

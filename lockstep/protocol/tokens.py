@@ -116,8 +116,19 @@ def with_images(data: DataProto) -> Batch:
 
 
 def image_keys(data: DataProto) -> list[str]:
-    """The non-tensor columns that every forward needs."""
-    return [IMAGES] if IMAGES in data.non_tensor_batch else []
+    """The non-tensor columns that every forward of the rows needs; none if no row has images, as for a text model.
+
+    data: the rows of all ranks, which must agree.
+    """
+    images = data.non_tensor_batch.get(IMAGES, ())
+    return [IMAGES] if any(image is not None for image in images) else []
+
+
+def without_empty_images(data: DataProto) -> DataProto:
+    """The rows without the column of images, if no row has any; see `image_keys`."""
+    if image_keys(data):
+        return data
+    return data.select(non_tensor_batch_keys=[name for name in data.non_tensor_batch if name != IMAGES])
 
 
 def image_column(images: Iterable[ImageInputs | None]) -> Any:

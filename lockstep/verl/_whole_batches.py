@@ -19,6 +19,7 @@ from lockstep.engines.rollout import ROLLOUT_ENGINES
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.images import IMAGES
+from lockstep.protocol.tokens import image_keys, without_empty_images
 from lockstep.single_controller import WorkerGroup
 from lockstep.trainer.ppo.mini_batches import lay_out, loss_preparation, mini_batches_of
 from lockstep.verl.protocol import adopt
@@ -81,8 +82,10 @@ class WholeBatchGroup:
         return getattr(self._group, name)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response per row. meta_info: `validate` samples as validation does, `do_sample=False` greedily."""
+        """One response per row, with its images. meta_info: `validate` samples as validation does, `do_sample=False` greedily."""
         output = adopt(self._caller.generate(self._group, prompts))
+        if IMAGES in prompts.non_tensor_batch:  # programs take it from their batch together with the prompts
+            output.non_tensor_batch.setdefault(IMAGES, prompts.non_tensor_batch[IMAGES])
         output.meta_info.setdefault("timing", {})
         return output
 
@@ -101,7 +104,7 @@ class WholeBatchGroup:
         return PendingBatch(self._group.compute_values(_forward_inputs(data)))
 
     def compute_rm_score(self, data: DataProto) -> PendingBatch:
-        return PendingBatch(self._group.compute_rm_score(data))
+        return PendingBatch(self._group.compute_rm_score(without_empty_images(data)))
 
     compute_scores = compute_rm_score
 
@@ -209,4 +212,4 @@ def update_inputs(data: DataProto) -> DataProto:
 def _forward_inputs(data: DataProto) -> DataProto:
     if "response_mask" not in data.tensors:
         data.tensors["response_mask"] = compute_response_mask(data)
-    return data.select(FORWARD_KEYS, [])
+    return data.select(FORWARD_KEYS, image_keys(data))

@@ -1,6 +1,8 @@
 """Images among packed tokens: what is shared, what is not, and which positions tokens get."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,15 +10,26 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from lockstep.config.ppo import PPOConfig
 from lockstep.models.packing import PackedAttention, forward_rows
-from lockstep.models.vision import PACKED_IMAGES, TEXT_ONLY, ImageFeatures, check_images, rope_positions
+from lockstep.models.vision import (
+    PACKED_IMAGES,
+    TEXT_ONLY,
+    ImageFeatures,
+    check_images,
+    image_features,
+    rope_positions,
+)
 from lockstep.protocol import DataProto, Ragged, object_array
 from lockstep.protocol.images import ImageInputs
 from lockstep.protocol.tokens import images_of, prompt_owners, with_images
 from lockstep.trainer.ppo.mini_batches import MiniBatches, lay_out
+from lockstep.trainer.ppo.sampling import with_scores
+from lockstep.trainer.ppo.worker_calls import forward_passes
+from lockstep.utils.audit import Audits
 from lockstep.utils.vision import SEEING
 from lockstep.workers.updates import mini_batches
-from tests.models.vision_families import FAMILIES, IMAGE, batch_of_rows
+from tests.models.vision_families import FAMILIES, IMAGE, batch_of_rows, images_for
 
 CPU = torch.device("cpu")
 
@@ -81,6 +94,32 @@ def test_images_follow_their_rows_into_mini_batches() -> None:
     assert sorted(found, key=str) == sorted(expected, key=str)
 
 
+def test_text_alone_is_no_batch_with_images() -> None:
+    """A model that reads images trains on text as any other: Gemma 3 on packed tokens, with any engine, critic and reward model."""
+    data = batch_without_padding()
+    data.non_tensor_batch["multi_modal_inputs"][:] = None
+    (part,) = lay_out(data, MiniBatches(size=5), 1, balance=True).chunk(1)
+    assert [images_of(batch) for batch, _ in mini_batches(part)] == [None]
+    data.meta_info["metrics"] = {}
+    asked: list[DataProto] = []
+
+    class Group:
+        def mesh(self, name: str) -> Any:
+            return SimpleNamespace(dp_size=1)
+
+        def compute_rm_score(self, rows: DataProto) -> Any:
+            asked.append(rows)
+            return SimpleNamespace(get=lambda: DataProto())
+
+        compute_values = compute_rm_score
+
+    forward_passes(data, {"values": Group()}, PPOConfig(), {}, Audits({}))
+    no_rewards = {"reward_tensor": torch.zeros(5, 4), "reward_extra_info": {}}
+    with_scores(data, Group(), lambda batch, return_dict: no_rewards, nullcontext())  # type: ignore[arg-type]
+    assert [images_of(with_images(rows)) for rows in asked] == [None, None]
+    assert "multi_modal_inputs" in data.non_tensor_batch
+
+
 def test_a_padding_row_may_start_with_a_placeholder() -> None:
     """It is reduced to its first token and has no images."""
     batch = batch_of_rows([[IMAGE, IMAGE, 6], [IMAGE]], [[8], []], [picture(1, 2), None])
@@ -104,6 +143,24 @@ def test_features_are_cut_and_joined() -> None:
     features = ImageFeatures(torch.arange(8.0).view(4, 2), (torch.arange(4.0)[:, None],))
     again = ImageFeatures.cat([features.slice(0, 1), features.slice(1, 4)])
     assert torch.equal(again.embeds, features.embeds) and torch.equal(again.deepstack[0], features.deepstack[0])
+
+
+@pytest.mark.parametrize("name", ["llava_next", "idefics3"])
+def test_images_of_a_later_turn_have_the_same_features(name: str) -> None:
+    """The second turn's have more tiles."""
+    with torch.device("cpu"):
+        model: Any = AutoModelForImageTextToText.from_config(AutoConfig.for_model(name, **FAMILIES[name].config))
+    first, later = images_for(model, name, 1, [(1, 2)]), images_for(model, name, 2, [(2, 1), (2, 3)])
+    pixels = later.tensors["pixel_values"]
+    later.tensors["pixel_values"] = torch.nn.functional.pad(pixels, (0,) * (2 * pixels.ndim - 3) + (2,))
+    if "pixel_attention_mask" in later.tensors:
+        mask = later.tensors["pixel_attention_mask"]
+        later.tensors["pixel_attention_mask"] = torch.nn.functional.pad(mask, (0, 0, 0, 0, 0, 2))
+    with torch.no_grad():
+        together = image_features(model, [first.then(later)]).embeds
+        expected = torch.cat([image_features(model, [images]).embeds for images in (first, later)])
+    assert len(expected) == sum(first.num_tokens + later.num_tokens)
+    torch.testing.assert_close(together, expected)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -158,6 +158,14 @@ FAMILIES: dict[str, Family] = {
         {"text_config": _text(**_DELTA), "vision_config": _QWEN3_VISION, **_QWEN_TOKENS},
         _qwen_pixels(),
     ),
+    "qwen3_5_moe": Family(
+        {
+            "text_config": _text(**_DELTA, **_EXPERTS, shared_expert_intermediate_size=16),
+            "vision_config": _QWEN3_VISION,
+            **_QWEN_TOKENS,
+        },
+        _qwen_pixels(),
+    ),
     "llava": Family(
         {"text_config": _text("llama"), "vision_config": _CLIP, "image_token_index": IMAGE}, _square_pixels(16)
     ),

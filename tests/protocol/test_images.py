@@ -33,6 +33,14 @@ def test_images_that_follow_are_appended() -> None:
     assert both.tensors["pixel_values"].shape == (12, 3) and both.num_tokens == (2, 1) and both.files == (b"a", b"b")
 
 
+def test_images_with_fewer_tiles_are_padded() -> None:
+    """A tool's image has other tiles than that of the prompt (SmolVLM, Idefics 3, LLaVA-Next)."""
+    few, many = (ImageInputs({"pixel_values": torch.ones(1, n, 3, 2)}, 9, (n,), (b"a" * 16,)) for n in (1, 4))
+    pixels = few.then(many).tensors["pixel_values"]
+    assert pixels.shape == (2, 4, 3, 2) and pixels[0].sum() == 6 and pixels[1].all()
+    assert torch.equal(pixels.flip(0), many.then(few).tensors["pixel_values"])
+
+
 def test_samples_of_a_prompt_send_its_images_once() -> None:
     shared = image(b"a", 1000)
     assert len(pickle.dumps([shared] * 8)) < 2 * len(pickle.dumps([shared]))

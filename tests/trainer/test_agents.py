@@ -19,9 +19,10 @@ from lockstep.config.ppo import PPOConfig
 from lockstep.data.create_dataset import create_rl_dataset
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.generation import WeightsLostError
+from lockstep.protocol.images import IMAGES, ImageInputs
 from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.trainer.main_ppo import main
-from lockstep.trainer.ppo.agent_rollout import AgentRollout
+from lockstep.trainer.ppo.agent_rollout import AgentRollout, with_responses
 from lockstep.trainer.ppo.run_agents import agents_for
 from lockstep.utils.audit import AuditError
 from tests.agents.scripted import make_agents
@@ -352,6 +353,16 @@ def test_a_short_first_batch_that_fails_stops_the_run() -> None:
     rollout = AgentRollout(agents, UnusedGroup(), pad_token_id=0, batch_size=4)
     with pytest.raises(AuditError, match="2 conversations in a row failed"):
         rollout.generate_sequences(rows_for(2, "any"))
+
+
+def test_a_conversation_without_the_images_of_its_row_has_none() -> None:
+    """A program may describe them, or leave them out."""
+    agents: Any = FailingAgents(0)
+    rollout = AgentRollout(agents, UnusedGroup(), pad_token_id=0, batch_size=4)
+    rows = rows_for(1, "any")
+    rows.non_tensor_batch[IMAGES] = object_array([ImageInputs({}, 9, (1,), (bytes(16),))])
+    found = with_responses(rows, rollout.generate_sequences(rows))
+    assert found.non_tensor_batch[IMAGES].tolist() == [None]
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ from lockstep.models.length_switches import ORIGINAL, miniature, switch_lengths
 from lockstep.models.model_check import transformers_forward
 from lockstep.models.placeholders import placeholder_ids
 from lockstep.models.rope import rope_limit
-from lockstep.models.vision import own_inputs
+from lockstep.models.vision import PREFIX_TYPES, own_inputs
 from lockstep.protocol.generation import Completion, GenerationRequest, StopReason
 from lockstep.protocol.images import ImageInputs
 from lockstep.utils.metrics import MinOverRanks
@@ -266,8 +266,11 @@ def _generation_mode(model: Any) -> Iterator[None]:
     defaults = model.generation_config
     original = getattr(model.config, ORIGINAL, None) if rope_limit(model) is not None else None
     attention = text._attn_implementation
-    if attention == ATTENTION_NAME:  # sdpa ignores soft-capping
-        use_sdpa = model._supports_sdpa and getattr(text, "attn_logit_softcapping", None) is None
+    if (
+        attention == ATTENTION_NAME
+    ):  # sdpa ignores soft-capping, and text alone would see later tokens in models of a prefix
+        is_plain = getattr(text, "attn_logit_softcapping", None) is None and model.config.model_type not in PREFIX_TYPES
+        use_sdpa = model._supports_sdpa and is_plain
         attention = "sdpa" if use_sdpa else "eager"
     model.generation_config = GenerationConfig()
     if original is not None:

@@ -72,6 +72,15 @@ def steps_taken(optimizer: torch.optim.Optimizer) -> int:
     return int(torch.stack(steps).max()) if steps else 0
 
 
+def complete_state(optimizer: torch.optim.Optimizer) -> None:
+    """After a first step: give parameters that had no gradient yet, such as a tower without images so far, the state of no step."""
+    step = next(state["step"] for state in optimizer.state.values())
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter not in optimizer.state:
+            moments = {name: torch.zeros_like(parameter.detach()) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[parameter] = {"step": torch.zeros_like(step), **moments}
+
+
 class PiecewiseAdamW(torch.optim.AdamW):
     """AdamW with state in the parameters' type: float32 is updated by torch's fused kernel, bfloat16 with stochastic rounding.
 

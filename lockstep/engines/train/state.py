@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lockstep.engines.train.loss_scale import LossScale
 from lockstep.engines.train.lr_schedule import go_to_step
+from lockstep.engines.train.optimizer import complete_state
 from lockstep.engines.train.shard_reader import METADATA, ShardReader, TensorPlanner, plain_errors
 from lockstep.utils.distributed import current_rank
 from lockstep.utils.progress import waiting
@@ -39,6 +40,8 @@ from lockstep.utils.state_file import has_state, load_state, save_state
 def save_shards(folder: Path, contents: Collection[str], model: nn.Module, optimizer: Optimizer | None) -> None:
     # before the first step there is no state, and get_optimizer_state_dict would take a step to create it
     stepped = optimizer if optimizer is not None and optimizer.state else None
+    if stepped is not None:
+        complete_state(stepped)
     write_shards(folder, _state(contents, model, stepped))
 
 

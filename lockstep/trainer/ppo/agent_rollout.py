@@ -88,7 +88,7 @@ class AgentRollout:
             conversations = await all_of([self.converse(prompts, row, r) for row, r in enumerate(requests)])
         if not self._had_turns:
             self._check_failures(len(conversations))
-        return self.batch(conversations)
+        return self.batch(conversations, prompts)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -128,8 +128,8 @@ class AgentRollout:
                 f"{most} conversations in a row failed before the first turn of the policy; the last one: {self._failures[-1]}"
             )
 
-    def batch(self, conversations: Sequence[ConversationResult]) -> DataProto:
-        """What conversations add to their rows."""
+    def batch(self, conversations: Sequence[ConversationResult], rows: DataProto) -> DataProto:
+        """What conversations add to their rows. One that left out the images of its row has None in their column."""
         trajectories = [conversation.trajectory for conversation in conversations]
         tensors = trajectory_tensors(trajectories, self.agents.config, self.pad_token_id)
         columns: dict[str, list[Any]] = {
@@ -142,7 +142,7 @@ class AgentRollout:
             "reward_scores": [c.reward_scores for c in conversations],
             EARLIER: [[t.to_state() for t in c.trajectories[:-1] if any(t.response_mask)] for c in conversations],
         }
-        if any(trajectory.images is not None for trajectory in trajectories):
+        if IMAGES in rows.non_tensor_batch or any(trajectory.images is not None for trajectory in trajectories):
             columns[IMAGES] = [trajectory.images for trajectory in trajectories]
         columns |= {COUNT_COLUMNS[f.name]: [getattr(c.counts, f.name) for c in conversations] for f in fields(Counts)}
         return DataProto.from_dict(

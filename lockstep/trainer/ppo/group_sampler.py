@@ -155,7 +155,8 @@ class GroupSampler:
     def _with_responses(self, batch: PromptBatch, places: Sequence[int], responses: Sequence[Any]) -> DataProto:
         """Rows of a batch with the responses to them: completions, or conversations of agents."""
         if self.agents is not None:
-            return with_responses(batch.rows[places], self.agents.batch(responses))
+            rows = batch.rows[places]
+            return with_responses(rows, self.agents.batch(responses, rows))
         requests = [batch.requests[place] for place in places]
         rollout = self.config.actor_rollout_ref.rollout
         return batch.rows[places].union(batch_of(requests, responses, rollout, self.pad_token_id))

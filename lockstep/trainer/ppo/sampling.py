@@ -17,7 +17,7 @@ from lockstep.algorithms.filtering import keep_informative_groups
 from lockstep.config.ppo import PPOConfig
 from lockstep.protocol import DataProto, object_array
 from lockstep.protocol.images import IMAGES
-from lockstep.protocol.tokens import pack, row_sums, shape_of
+from lockstep.protocol.tokens import pack, row_sums, shape_of, without_empty_images
 from lockstep.rewards.errors import AllRowsFailedError
 from lockstep.trainer.ppo.agent_rollout import AgentRollout, with_responses
 from lockstep.trainer.ppo.metrics import is_numeric
@@ -295,7 +295,7 @@ def with_scores(
     if rm_wg is not None:
         with phase("reward model"):
             with submission:
-                scores = rm_wg.compute_rm_score(batch)
+                scores = rm_wg.compute_rm_score(without_empty_images(batch))
             batch = batch.union(scores.get())
     with phase("rewards"):
         result = reward_fn(batch, return_dict=True)

@@ -33,7 +33,7 @@ from tests.engines.rollout.rollout_cases import (
 from tests.engines.rollout.test_out_of_memory import most_tokens, refuse
 from tests.models.vision_families import END, IMAGE, START, images_for, save_tiny_vision
 
-MORE = ("llava", "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "llava_next", "smolvlm", "idefics3", "internvl")
+MORE = ("llava", "qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "llava_next", "smolvlm", "idefics3", "internvl")
 FAMILIES = ["qwen2_5_vl", "qwen3_vl", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
 
 
@@ -73,7 +73,7 @@ def requests_with_images(model: Any, name: str, **sampling: Any) -> list[Generat
 def teacher_forced(model: Any, request: GenerationRequest, completion: Completion) -> torch.Tensor:
     """Log-probs by one forward of transformers, with the processor's tensors."""
     ids = torch.tensor([request.prompt_ids + completion.token_ids], device=model.device)
-    inputs = {} if request.images is None else own_inputs(model, ids, request.images)
+    inputs = {} if request.images is None else own_inputs(model, ids, request.images, len(request.prompt_ids))
     with transformers_forward(model):
         logits = model(input_ids=ids, use_cache=False, **inputs).logits[0].float()
     log_probs = (logits / request.sampling.temperature).log_softmax(-1)
@@ -116,15 +116,17 @@ def test_ranks_cannot_hold_a_vision_model_together(qwen: Any) -> None:
         check_sizes(qwen, 2)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3", "gemma4", "paligemma"])
 def test_generate_of_transformers(name: str, tmp_path: Path) -> None:
-    """The hf engine; gemma3's tokens of an image see each other, so the embedded engine refuses it."""
+    """The hf engine; tokens of an image see each other in Gemma and PaliGemma, so the embedded engine refuses them. Samples of one
+    prompt, which need no padding, are computed as others are."""
     model = vision_model(name, tmp_path, torch.device("cpu"))
     requests = requests_with_images(model, name, max_tokens=5)
     engine = HFEngine(rollout_config(max_num_seqs=4), [EOS], PAD)
     engine.bind(model)
     completions = engine.generate(requests)
-    for request, completion in zip(requests, completions):
+    alike = [request for request in requests if request.prompt_ids == requests[3].prompt_ids]
+    for request, completion in [*zip(requests, completions), *zip(alike, engine.generate(alike))]:
         assert IMAGE not in completion.token_ids
         theirs = teacher_forced(model, request, completion)
         torch.testing.assert_close(torch.tensor(completion.log_probs), theirs, atol=1e-4, rtol=0)

@@ -33,12 +33,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_vision("qwen2_5_vl", tmp_path_factory.mktemp("qwen2_5_vl"))
 
 
-def open_engine(folder: Path, *, kind: Any = "policy", sp: int = 1, **model: Any) -> FsdpEngine:
+def open_engine(
+    folder: Path, *, kind: Any = "policy", sp: int = 1, master: str = "float32", **model: Any
+) -> FsdpEngine:
     spec = EngineModel(
         HFModelConfig(path=str(folder), **model),
         "actor_rollout_ref.model",
         kind,
-        FSDPEngineConfig(dtype="float32", model_dtype="float32"),
+        FSDPEngineConfig(dtype="float32", model_dtype=master),
         optim=FSDPOptimizerConfig(lr=1e-3),
         sequence_parallel_size=sp,
     )
@@ -157,6 +159,25 @@ def test_a_frozen_tower_and_its_projector(tmp_path: Path) -> None:
     engine.optimizer_step()
     changed = {name for name, tensor in engine.weights() if not torch.equal(before[name], tensor)}
     assert "model.multi_modal_projector.linear_1.weight" in changed and not any("vision_tower" in n for n in changed)
+
+
+@pytest.mark.parametrize("master", ["float32", "bfloat16"])
+def test_a_tower_that_has_seen_no_image_is_resumed(folder: Path, tmp_path: Path, master: str) -> None:
+    """Batches of text alone leave it without a gradient; later ones have images."""
+    batch = batch_for(folder)
+    engine, again = (open_engine(folder, master=master) for _ in range(2))
+    engine.forward_backward(batch[[4, 5]].exclude("multi_modal_inputs"), weighted, ALL)
+    before = dict(engine.model.named_parameters())["model.model.visual.merger.ln_q.weight"].clone()
+    engine.optimizer_step()
+    engine.save(tmp_path)
+    again.load(tmp_path)
+    for one in (engine, again):
+        assert torch.equal(dict(one.model.named_parameters())["model.model.visual.merger.ln_q.weight"], before)
+        one.forward_backward(batch, weighted, ALL)
+        one.optimizer_step()
+    expected = dict(engine.weights())
+    assert all(torch.equal(expected[name], weight) for name, weight in again.weights())
+    assert not torch.equal(expected["model.visual.merger.ln_q.weight"], before)
 
 
 def test_freezing_the_tower_of_a_text_model_is_refused(tmp_path: Path) -> None:
