@@ -603,7 +603,9 @@ def filled(text: str, results: Results, tables: dict[str, Table] = TABLES) -> st
             raise ValueError(f"report.py has no table {name}; it has {', '.join(sorted(tables))}")
         results.used = []
         lines = tables[name](results)
-        if name != "readme" and results.used:
+        if not results.used:
+            lines = ["Not measured yet."]
+        elif name != "readme":
             lines += ["", "Measured on:", *origins(results, results.used)]
         return "\n".join([f"<!-- report {name} -->", "", *lines, "", "<!-- end -->"])
 

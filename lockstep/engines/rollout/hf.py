@@ -266,9 +266,8 @@ def _generation_mode(model: Any) -> Iterator[None]:
     defaults = model.generation_config
     original = getattr(model.config, ORIGINAL, None) if rope_limit(model) is not None else None
     attention = text._attn_implementation
-    if (
-        attention == ATTENTION_NAME
-    ):  # sdpa ignores soft-capping, and text alone would see later tokens in models of a prefix
+    if attention == ATTENTION_NAME:
+        # sdpa ignores soft-capping, and lets text alone see later tokens in models of a prefix
         is_plain = getattr(text, "attn_logit_softcapping", None) is None and model.config.model_type not in PREFIX_TYPES
         use_sdpa = model._supports_sdpa and is_plain
         attention = "sdpa" if use_sdpa else "eager"
