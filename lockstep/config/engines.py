@@ -65,6 +65,7 @@ class TrainEngineInfo:
     is_distributed:    can run on several ranks.
     sequence_parallel: several ranks can split a sequence (`ulysses_sequence_parallel_size`).
     reads_routers:     can replay and balance the experts of tokens (`router_replay`, `router_aux_loss_coef`).
+    reads_images:      trains on rows with images, of which some ranks may have none.
     package:           the package that it imports. if_missing: what to do if that is not installed.
     """
 
@@ -74,6 +75,7 @@ class TrainEngineInfo:
     is_distributed: bool = True
     sequence_parallel: bool = True
     reads_routers: bool = False
+    reads_images: bool = True
     package: str | None = None
     if_missing: str = ""
 
@@ -159,6 +161,7 @@ _TRAIN = {
         section="megatron",
         takes_adapters=False,
         sequence_parallel=False,
+        reads_images=False,
         package="megatron.core",
         if_missing='needs megatron-core: pip install "lockstep-rl[megatron]"',
     ),
@@ -168,6 +171,7 @@ _TRAIN = {
         takes_adapters=False,
         sequence_parallel=False,
         reads_routers=True,
+        reads_images=False,  # ZeRO gathers weights where modules are called, which ranks without images would not do
         package="deepspeed",
         if_missing='needs DeepSpeed: pip install "lockstep-rl[deepspeed]"',
     ),

@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 READ_ROWS = 1024
 AUDIO_COLUMN = "audios"
+TEXT_MODEL = "the model reads no images; give a vision-language model"
 
 
 @dataclass(frozen=True)
@@ -90,17 +91,17 @@ def media_columns(config: ImageDataConfig) -> tuple[str, ...]:
     return config.image_key, config.video_key, AUDIO_COLUMN
 
 
-def refuse_media(files: Sequence[Path], key: str, config: ImageDataConfig, *, with_images: bool) -> None:
-    """ValueError if a row has media that the model does not read; other columns are not read.
+def refuse_media(files: Sequence[Path], key: str, config: ImageDataConfig, *, text_only: str | None) -> None:
+    """ValueError if a row has media that are not read; other columns are not looked at.
 
-    key: the config key of the files. with_images: the model reads images.
+    key: the config key of the files. text_only: why images are not read, and what to do; None if they are.
     """
-    refused = media_columns(config)[1:] if with_images else media_columns(config)
+    refused = media_columns(config) if text_only else media_columns(config)[1:]
     for file in files:
         for number, columns in enumerate(_iter_media(file, refused)):
             for name in refused:
                 if columns.get(name):
-                    problem = media_problem(name, config.image_key, with_images=with_images)
+                    problem = media_problem(name, config.image_key, text_only)
                     raise ValueError(f"{key}: {FileRow(str(file), number, columns).location} {problem}")
 
 
@@ -108,14 +109,15 @@ def refuse_media_of(row: FileRow, config: ImageDataConfig, *, with_images: bool)
     """ValueError if a row has media that the model does not read."""
     for name in media_columns(config):
         if row.columns.get(name) and not (with_images and name == config.image_key):
-            raise ValueError(f"{row.location} {media_problem(name, config.image_key, with_images=with_images)}")
+            problem = media_problem(name, config.image_key, None if with_images else TEXT_MODEL)
+            raise ValueError(f"{row.location} {problem}")
 
 
-def media_problem(column: str, image_key: str, *, with_images: bool) -> str:
-    """What is wrong with a row that has the column. with_images: the model reads images."""
+def media_problem(column: str, image_key: str, text_only: str | None) -> str:
+    """What is wrong with a row that has the column. text_only: as in `refuse_media`."""
     if column == image_key:
-        return f"has {column!r}, but the model reads no images; give a vision-language model, or remove the column"
-    supported = "text and images are" if with_images else "only text is"
+        return f"has {column!r}, but {text_only}, or remove the column"
+    supported = "only text is" if text_only else "text and images are"
     return f"has {column!r}: {supported} supported; remove the column"
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.config.generation import GenerationConfig, as_validation, with_own_keys
 from lockstep.config.placement import controller_of
-from lockstep.data.files import refuse_media
+from lockstep.data.files import TEXT_MODEL, refuse_media
 from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.trainer.generation.generated_rows import GeneratedRows, job_of
 from lockstep.trainer.run.command import run_program
@@ -71,7 +71,7 @@ def prepare(config: GenerationConfig) -> GeneratedRows:
     if config.model.tokenizer_path:
         local_model_folder(config.model.tokenizer_path, "model.tokenizer_path", weights=False)
     files = local_data_files(config.data.path, "val", "data.path")
-    refuse_media(files, "data.path", config.data, with_images=reads_images(base))
+    refuse_media(files, "data.path", config.data, text_only=None if reads_images(base) else TEXT_MODEL)
     return GeneratedRows(config, job_of(config, folders, files))
 
 

@@ -63,11 +63,11 @@ COMMANDS = {
 }
 
 
-def run(name: str, model: Path, rows: Path) -> int:
+def run(name: str, model: Path, rows: Path, *settings: str) -> int:
     lengths = "data.max_prompt_length=16 data.max_response_length=16"
     command = COMMANDS[name].format(model=model, rows=rows, run=rows.parent / "run", lengths=lengths)
     try:
-        return main(command.split())
+        return main([*command.split(), *settings])
     except SystemExit as end:
         return int(end.code or 0)
 
@@ -84,6 +84,18 @@ def test_a_vision_model_is_one_sentence(
 def test_images_are_one_sentence(name: str, tmp_path: Path, images: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(name, save_tiny_model(tmp_path / "model"), images) == 2
     assert f"{images}, row 2 {NO_IMAGES}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name, key", [("ppo", "actor_rollout_ref.actor.strategy"), ("sft", "model.strategy")])
+def test_a_training_engine_without_images_is_one_sentence(
+    name: str, key: str, vision: Path, images: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("megatron.core")
+    config = {"model_type": "qwen2_5_vl", "architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}}
+    (vision / "config.json").write_text(json.dumps(config))
+    assert run(name, vision, images, f"{key}=megatron") == 2
+    problem = f"row 2 has 'images', but {key}=megatron reads text alone; set {key}=fsdp, or remove the column"
+    assert problem in capsys.readouterr().err
 
 
 def test_the_python_api_says_the_same(vision: Path, tmp_path: Path) -> None:

@@ -54,7 +54,6 @@ class DeepSpeedEngine(TokenEngine):
     """
 
     info = TRAIN_ENGINES.built_in["deepspeed"]
-    reads_images = False  # ZeRO gathers weights where modules are called, which ranks without images would not do
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -83,8 +83,6 @@ class TokenEngine(TrainEngine):
 
     compute: Callable[..., Any]
     schedule: LambdaLR
-    reads_images: ClassVar[bool] = True
-    """Whether it trains on rows with images, of which some ranks may have none."""
 
     def __init__(self, model: TokenModel, *, device: torch.device, packed: bool) -> None:
         self.model = model
@@ -302,7 +300,7 @@ class TokenEngine(TrainEngine):
         layouts: list[Layout] = ["packed", "padded"] if self._attends_here else ["aligned"]
         batch = check_batch(self.model.hf_config.get_text_config().vocab_size)
         images = [check_images(self.model.hf_config, seed=seed) for seed in (1, 2)]
-        if self.reads_images and self._attends_here and images[0] is not None and images[1] is not None:
+        if self.info.reads_images and self._attends_here and images[0] is not None and images[1] is not None:
             batch = with_images(batch, images[0], images[1])
         for model, dtype in self._checked_models():
             with phase("check the model"), refuse_errors(model.transformer), torch.no_grad(), trial_adapters(model):
@@ -380,7 +378,7 @@ class TokenEngine(TrainEngine):
         config = self.model.hf_config
         if not is_vision(config):
             raise ValueError(f"the batch has images, but {config.model_type} cannot read them: {why_no_images(config)}")
-        if not self.reads_images:
+        if not self.info.reads_images:
             raise ValueError(f"the batch has images: {type(self).__name__} trains on text alone; set strategy=fsdp")
         reason = why_own_forward_with_images(config)
         if reason is None or not self._attends_here:

@@ -5,10 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.engines import TRAIN_ENGINES
 from lockstep.config.placement import controller_of, need_reward_model, needed_models
 from lockstep.config.ppo import PPOConfig
+from lockstep.config.roles import SECTIONS, SUPERVISED
 from lockstep.config.sft import SupervisedConfig
-from lockstep.data.files import refuse_media
+from lockstep.data.files import TEXT_MODEL, refuse_media
 from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.run.memory_check import check_memory
 from lockstep.trainer.run.preflight import check_positions, preflight
@@ -61,9 +63,21 @@ def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:
             train_files = [] if config.trainer.val_only else _files(config.data.train_files)
             val_files = _files(config.data.val_files)
         of_use: dict[Use, list[str]] = {"train": train_files, "val": val_files}
+        text_only = _engine_of_text(config) if sees else TEXT_MODEL
         for use, files in of_use.items():
             key = f"data.{use}_files"
-            refuse_media(local_data_files(files, use, key), key, config.data, with_images=sees)
+            refuse_media(local_data_files(files, use, key), key, config.data, text_only=text_only)
+
+
+def _engine_of_text(config: PPOConfig | SupervisedConfig) -> str | None:
+    """The role whose training engine reads text alone, and what to do; None if there is none."""
+    is_supervised = isinstance(config, SupervisedConfig)
+    roles = [SUPERVISED] if is_supervised else [SECTIONS[role] for role in ("actor", *needed_models(config))]
+    for role in roles:
+        name = role.config(config).strategy
+        if not TRAIN_ENGINES.info(name).reads_images:
+            return f"{role.strategy}={name} reads text alone; set {role.strategy}=fsdp"
+    return None
 
 
 def _files(entries: Sequence[str]) -> list[str]:
