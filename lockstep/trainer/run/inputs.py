@@ -71,8 +71,9 @@ def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:
 
 def _engine_of_text(config: PPOConfig | SupervisedConfig) -> str | None:
     """The role whose training engine reads text alone, and what to do; None if there is none."""
-    is_supervised = isinstance(config, SupervisedConfig)
-    roles = [SUPERVISED] if is_supervised else [SECTIONS[role] for role in ("actor", *needed_models(config))]
+    roles = [SUPERVISED]
+    if isinstance(config, PPOConfig):
+        roles = [SECTIONS[role] for role in ("actor", *needed_models(config))]
     for role in roles:
         name = role.config(config).strategy
         if not TRAIN_ENGINES.info(name).reads_images:
