@@ -372,7 +372,7 @@ def comparison(name: str, results: Results) -> list[str]:
 
 
 def fp8_table(results: Results) -> list[str]:
-    """rollout.py: each form of the engine beside vLLM in the trainer's precision."""
+    """rollout.py: each form of the engine and vLLM in the trainer's precision."""
     lines = [
         "| rollout, 7B, 256 requests of 256 + 256 tokens | Lockstep | vLLM in bfloat16 | Lockstep is faster by |",
         "|---|---|---|---|",

@@ -96,7 +96,7 @@ class _ExactActivation(torch.autograd.Function):
 def depends_on_place(name: str, dtype: torch.dtype) -> bool:
     """Whether the activation of an entry depends on where it is in a tensor."""
     generator = torch.Generator().manual_seed(0)
-    x = (3 * torch.randn(400, 307, generator=generator)).to(dtype)  # so many that several threads compute them
+    x = (3 * torch.randn(400, 307, generator=generator)).to(dtype)  # enough for several threads
     parts = [exact_activation(part, name) for row in x[::20] for part in row.split(23)]
     return not torch.equal(torch.cat(parts), exact_activation(x, name)[::20].flatten())
 

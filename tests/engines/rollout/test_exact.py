@@ -157,7 +157,7 @@ def three_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_an_mlp_of_many_rows_is_that_of_each_row(activation: Activation) -> None:
-    """So many that threads share them, with a width that no vector register divides. The gradients are the usual ones."""
+    """Enough rows for several threads, with a width that is no multiple of a vector register. The gradients are the usual ones."""
     torch.manual_seed(0)
     down = nn.Linear(100, 100, bias=False)  # passes on the bits of the activation
     gate_up = torch.cat([3 * torch.randn(1001, 100), torch.ones(1001, 100)], 1)
