@@ -13,7 +13,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -475,7 +475,9 @@ def torch_forms(model: PreTrainedModel) -> Iterator[None]:
     their float32."""
     module = sys.modules[type(model).__module__]
     wrapped = {name: f for name, f in vars(module).items() if inspect.isfunction(f) and hasattr(f, "__wrapped__")}
-    with patch.multiple(module, **{name: inspect.unwrap(f) for name, f in wrapped.items()}):
+    with (
+        patch.multiple(module, **{name: inspect.unwrap(f) for name, f in wrapped.items()}) if wrapped else nullcontext()
+    ):
         yield
 
 

@@ -168,7 +168,10 @@ def test_a_base_in_4_bits_is_refused() -> None:
 
 @pytest.mark.gpu
 def test_graphs_see_the_copies_of_new_weights() -> None:
-    """bfloat16, sizes that the tensor cores take: graphs are captured once, and compute as launches op by op."""
+    """bfloat16, sizes that the tensor cores take: graphs are captured once, and compute as launches op by op.
+
+    The bound is wide because a bfloat16 rounding moves a number to the next one of 8 bits: 0.26 on a CPU, 5 with old weights.
+    """
     model = tiny_model(device=device_or_skip("cuda"), hidden_size=128, intermediate_size=256).bfloat16()
     requests = mixed_requests(ignore_eos=True)
     graphs = embedded(model, quantization="fp8")
@@ -177,7 +180,7 @@ def test_graphs_see_the_copies_of_new_weights() -> None:
     for _ in range(3):
         got, expected = graphs.generate(requests), eager.generate(requests)
         assert_same(got, expected)
-        assert difference(model, requests, got) < 0.1
+        assert difference(model, requests, got) < 0.35
         moves = graphs.runner.num_moves
         graphs.sleep()
         scale_weights(model)
