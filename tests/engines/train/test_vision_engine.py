@@ -20,6 +20,7 @@ from lockstep.models.vision import ImageFeatures
 from lockstep.protocol.tokens import image_column
 from lockstep.utils.distributed import current_rank
 from tests.engines.train.ranks import Ranks
+from tests.models.architectures import torch_forms
 from tests.models.vision_families import FAMILIES, reference_log_probs, rows_with_images, save_tiny_vision
 from tests.tiny import save_tiny_model
 
@@ -80,7 +81,8 @@ def trained_on_ranks(folder: Path, batch: TensorDict, sp: int, parts: list[list[
 
 def expected_gradients(folder: Path, batch: TensorDict) -> tuple[Tensor, dict[str, np.ndarray]]:
     model = reference(folder)
-    log_probs = reference_log_probs(model, batch)
+    with torch_forms(model):
+        log_probs = reference_log_probs(model, batch)
     (log_probs * batch["weight"]).sum().backward()
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
     return log_probs.detach(), {name: grad.numpy() for name, grad in grads.items()}
