@@ -144,6 +144,7 @@ def test_prefill_and_decode_on_cuda(options: LayerOptions) -> None:
         torch.tensor([39, 0], device=device),
         torch.tensor([*cache_slots(table, 39, 40, size), -1], device=device),
         max_splits=2,
+        fp8=False,
     )
     outputs.append(attend(decode, layer(0), [t[[39, 0]] for t in data], options)[:1])
     torch.testing.assert_close(torch.cat(outputs), naive(data, options), rtol=1e-4, atol=1e-4)
