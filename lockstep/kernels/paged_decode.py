@@ -247,11 +247,13 @@ def write_to_cache(
     address: Tensor | None = None,
     fp8: bool = False,
 ) -> None:
-    """Write the keys or values x (1, HK, T, D) to their cache slots (T,) of a layer; slot -1 is nowhere.
+    """Write the keys or values x (1, HK, T, D) to their cache slots (T,) of a layer; slot -1 is nowhere. D may be 0.
 
     cache: the layer's keys or values; None if `address` says where they are. fp8: they are in 8 bits.
     """
     _, heads, length, dim = x.shape
+    if dim == 0:
+        return
     padded_heads, padded_dim = triton.next_power_of_2(heads), triton.next_power_of_2(dim)
     shape = heads, padded_heads, dim, padded_dim, block_size, fp8
     _write[(length,)](x, x if cache is None else cache, address, slots, *x.stride()[1:3], *shape, num_warps=2)

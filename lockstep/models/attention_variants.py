@@ -93,10 +93,7 @@ class _ScaleByPosition:
 
 
 class _KeepLatents:
-    """`expand_kv` of a layer with latents: under our attention function they go to the attention context as they are.
-
-    Not on CUDA, whose decode kernel reads keys and values of each head.
-    """
+    """`expand_kv` of a layer with latents: under our attention function they go to the attention context as they are."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -104,7 +101,7 @@ class _KeepLatents:
     def __call__(self, latent: Tensor, rope: Tensor) -> tuple[LatentKeys, None] | tuple[Tensor, Tensor]:
         keys = LatentKeys(self.layer, latent, rope)
         is_ours = self.layer.config._attn_implementation == ATTENTION_NAME
-        return (keys, None) if is_ours and not latent.is_cuda and can_absorb(self.layer.kv_b_proj) else keys.expand()
+        return (keys, None) if is_ours and can_absorb(self.layer.kv_b_proj) else keys.expand()
 
 
 class PackedIndexer(nn.Module):

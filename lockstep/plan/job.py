@@ -84,7 +84,8 @@ class Job:
     def kv_bytes(self, model: Model) -> int:
         """KV cache of one token on a rank of the rollout."""
         itemsize = 1 if self.rollout.fp8_cache else model.compute
-        return model.shape.kv_bytes(itemsize, self.rollout.tensor_parallel, is_cpu=self.device.is_cpu)
+        expanded = model.four_bit is not None
+        return model.shape.kv_bytes(itemsize, self.rollout.tensor_parallel, expanded=expanded)
 
 
 def job_of(config: PPOConfig, device: Device, lengths: Lengths, shape_of: ShapeOf) -> Job:

@@ -28,7 +28,8 @@ class ModelShape:
     dense_mlps:     of the layers with an MLP, those in a model with experts that have a single one, of size `dense_inner`.
     state:          of a recurrent or hybrid model.
     kv_entries:     a key and a value of one head.
-    latent:         entries of a token's latent and rope key, from which keys and values are expanded (MLA); 0 if there is none.
+    latent:         entries of a token's latent and rope key, from which keys and values are expanded (MLA), and of its key for an
+                    index; 0 if there is no latent.
     """
 
     model_type: str
@@ -83,6 +84,7 @@ class ModelShape:
             experts = 0
         head_dim = size("head_dim", default=width // heads)
         rank, rope = size("kv_lora_rank", default=0), size("qk_rope_head_dim", default=0)
+        indexed = size("index_head_dim", default=0)
         expanded = size("qk_nope_head_dim", default=0) + rope + size("v_head_dim", default=0)
         return cls(
             model_type=model_type,
@@ -95,7 +97,7 @@ class ModelShape:
             key_heads=size("num_key_value_heads", default=heads),
             head_dim=head_dim,
             kv_entries=expanded if rank else 2 * head_dim,
-            latent=rank + rope if rank else 0,
+            latent=rank + rope + indexed if rank else 0,
             tied=bool(text.get("tie_word_embeddings", model_type.startswith(_TIED_BY_DEFAULT))),
             experts=experts + shared if experts else 1,
             active_experts=size("num_experts_per_tok", "num_experts_per_token", default=1) + shared if experts else 1,
@@ -172,12 +174,12 @@ class ModelShape:
         states = 0.0 if self.state is None else self.counts.state * self.state.products / self.layers
         return self.mixer_parameters + states + self.used_mlp_parameters(self.active_experts)
 
-    def kv_bytes(self, itemsize: int, ranks: int = 1, *, is_cpu: bool = False) -> int:
+    def kv_bytes(self, itemsize: int, ranks: int = 1, *, expanded: bool = False) -> int:
         """KV cache of one token, on each of the `ranks` that split its heads; with more ranks than heads, several have the same.
 
-        is_cpu: latents are cached as they are, on CUDA expanded.
+        expanded: keys and values are cached for each head even if the model has latents.
         """
-        if self.latent and is_cpu:
+        if self.latent and not expanded:
             return self.counts.attention * self.latent * itemsize
         return self.counts.attention * math.ceil(self.key_heads / ranks) * self.kv_entries * itemsize
 

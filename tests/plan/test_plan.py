@@ -137,7 +137,7 @@ def test_states_and_cache_are_those_of_the_engine(model_type: str) -> None:
         assert (shape.counts.state, shape.counts.attention) == (len(runner.layer_states()), len(runner.layers()))
         if model_type != "zamba2":  # keys and values of another size than the heads
             per_token = sum(layer.bytes_per_token for layer in runner.layers().values())
-            assert shape.kv_bytes(dtype.itemsize, is_cpu=True) == per_token
+            assert shape.kv_bytes(dtype.itemsize) == per_token
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_which_layers_have_experts(keys: dict[str, Any], inner: int, dense: int)
     assert shape.routed_parameters == share
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3"])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v32", "minicpm3"])
 def test_cache_of_latents(model_type: str) -> None:
-    """On CPU a latent and a rope key per token and layer; on CUDA the keys and values of all heads."""
+    """A latent and a rope key per token and layer, or the keys and values of all heads."""
     policy = architectures.tiny_model(model_type)
     config = policy.config
     shape = ModelShape.from_config(config.to_dict())
@@ -171,9 +171,9 @@ def test_cache_of_latents(model_type: str) -> None:
     policy.set_attn_implementation(ATTENTION_NAME)
     runner = embedded(policy).runner
     assert runner is not None
-    assert shape.kv_bytes(4, is_cpu=True) == sum(layer.bytes_per_token for layer in runner.layers().values())
+    assert shape.kv_bytes(4) == sum(layer.bytes_per_token for layer in runner.layers().values())
     per_head = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    assert shape.kv_bytes(2) == config.num_hidden_layers * config.num_attention_heads * per_head * 2
+    assert shape.kv_bytes(2, expanded=True) == config.num_hidden_layers * config.num_attention_heads * per_head * 2
 
 
 @pytest.mark.parametrize(

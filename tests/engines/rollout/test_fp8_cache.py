@@ -191,7 +191,7 @@ def test_twice_as_many_tokens_fit() -> None:
         if cache is not None
     ]
     assert num_bytes[0] == 2 * num_bytes[1]
-    planned = ModelShape.from_config(model.config.to_dict()).kv_bytes(1, is_cpu=True)
+    planned = ModelShape.from_config(model.config.to_dict()).kv_bytes(1)
     assert planned == sum(layer.bytes_per_token for layer in narrow.layers().values())
 
 

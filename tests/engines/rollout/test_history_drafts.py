@@ -18,6 +18,7 @@ from lockstep.engines.rollout.embedded.drafter import DraftTotals
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.embedded.paged_attention import PagedAttention
 from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.experts import EXPERTS_NAME
 from lockstep.models.known_models import install_decoder_layers
 from tests.engines.rollout.exact_machine import skip_unless_exact
 from tests.engines.rollout.rollout_cases import (
@@ -190,6 +191,18 @@ def test_recorded_experts_are_those_of_plain_steps() -> None:
         for g, e in zip(got, expected):
             assert g.routes is not None and e.routes is not None
             np.testing.assert_array_equal(np.sort(g.routes, 2), np.sort(e.routes, 2))
+    assert totals(engine).num_accepted > 0
+
+
+@pytest.mark.gpu
+def test_drafts_see_the_latents_of_their_step(requests: list[GenerationRequest]) -> None:
+    model: Any = architectures.tiny_model("deepseek_v3")
+    model.set_attn_implementation(ATTENTION_NAME)
+    model.set_experts_implementation(EXPERTS_NAME)
+    install_decoder_layers(model)
+    model.to(device_or_skip("cuda"))
+    engine = drafting(model)
+    assert_same(engine.generate(requests), embedded(model).generate(requests))
     assert totals(engine).num_accepted > 0
 
 

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.models.attention import ATTENTION_NAME
+from lockstep.models.experts import EXPERTS_NAME
 from lockstep.models.known_models import install_decoder_layers
 from lockstep.models.latent_attention import LatentKeys
 from tests.engines.rollout.rollout_cases import (
     assert_same,
+    device_or_skip,
     embedded,
     mixed_requests,
     naive_log_probs,
@@ -80,6 +82,41 @@ def test_decoding_equals_transformers(model_type: str) -> None:
     config = model.config
     scored = config.index_head_dim if hasattr(config, "index_head_dim") else 0
     assert widths(engine) == {(1, config.kv_lora_rank + config.qk_rope_head_dim + scored, 0)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite", "kimi_linear"])
+def test_decoding_equals_transformers_on_cuda(model_type: str, eager: bool) -> None:
+    """Within CUDA graphs, and when chunks of prompts share steps with decode tokens."""
+    device, reference = device_or_skip("cuda"), latent_model(model_type)
+    model, requests = latent_model(model_type).to(device), mixed_requests()
+    model.set_experts_implementation(EXPERTS_NAME)
+    for changes in ({}, {"max_num_batched_tokens": 9, "num_blocks": 16}):
+        engine = embedded(model, enforce_eager=eager, **changes)
+        for _ in range(2):
+            completions = engine.generate(requests)
+            with architectures.torch_forms(reference):
+                assert_teacher_forced(reference, requests, completions)
+            config = model.config
+            assert widths(engine) == {(1, config.kv_lora_rank + config.qk_rope_head_dim, 0)}
+            engine.sleep()  # and the cache moves
+        decoder: Any = engine.step_loop._decoder  # type: ignore[union-attr]
+        assert eager or model_type == "kimi_linear" or decoder.graphs.use_graphs
+
+
+@pytest.mark.gpu
+def test_an_adapter_is_absorbed_on_cuda() -> None:
+    peft = pytest.importorskip("peft")
+    device, requests = device_or_skip("cuda"), mixed_requests()[:5]
+    model = latent_model()
+    peft.inject_adapter_in_model(peft.LoraConfig(r=3, target_modules=["kv_b_proj"]), model)
+    for module in model.modules():
+        if hasattr(module, "lora_B"):
+            nn.init.normal_(module.lora_B["default"].weight)
+    model.to(device)
+    completions = embedded(model).generate(requests)
+    assert_teacher_forced(model, requests, completions)
 
 
 def test_memory_is_counted_by_latents(model: Any) -> None:

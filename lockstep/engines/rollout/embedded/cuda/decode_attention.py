@@ -7,7 +7,9 @@ from torch import Tensor, nn
 from lockstep.engines.rollout.embedded.state_slots import DecodeStates
 from lockstep.kernels.exact import is_exact
 from lockstep.kernels.exact_attention import attend
+from lockstep.kernels.latent_decode import head_blocks, latent_attention
 from lockstep.kernels.paged_decode import decode_attention, num_splits, write_to_cache
+from lockstep.models.latent_attention import LatentKeys
 from lockstep.models.layer_options import LayerOptions
 from lockstep.models.state_rows import StateCore
 
@@ -60,6 +62,28 @@ class CudaDecodeAttention:
             splits=num_splits(key.shape[1] * key.shape[2], key.shape[3], self.max_splits),
             fp8=self.fp8,
         )
+
+    def attend_latent(self, layer: nn.Module, query: Tensor, keys: LatentKeys, options: LayerOptions) -> Tensor:
+        addresses = self.addresses[layer.layer_idx]  # type: ignore[index]
+        key, value = keys.join(options.index)
+        if self.nowhere is not None:
+            self._write(addresses, key, value)
+        mixed = latent_attention(
+            keys.absorb(query),
+            key,
+            addresses,
+            *(self.tables, self.slot_ids, self.positions),
+            self.cache_slots if self.nowhere is None else self.nowhere,
+            latent_dim=keys.latent.shape[-1],
+            scale=options.scaling,
+            window=options.sliding_window,
+            chunk=options.chunk,
+            softcap=options.softcap,
+            sinks=options.sinks,
+            block_size=self.block_size,
+            splits=num_splits(key.shape[2] * head_blocks(query.shape[1], key.dtype), key.shape[3], self.max_splits),
+        )
+        return keys.project(mixed)
 
     def _attend_exactly(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions

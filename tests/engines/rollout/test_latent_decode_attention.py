@@ -1,0 +1,113 @@
+"""Decode steps on CUDA from cached latents: the attention of expanded keys and values."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.kernel_device import kernel_device
+
+DEVICE = kernel_device()
+from lockstep.engines.rollout.embedded.cuda.decode_attention import CudaDecodeAttention  # noqa: E402
+from lockstep.engines.rollout.embedded.paged_attention import LayerShape, PagedAttention, PagedCache  # noqa: E402
+from lockstep.models.latent_attention import LatentKeys  # noqa: E402
+from lockstep.models.layer_options import LayerOptions  # noqa: E402
+from tests.models import architectures  # noqa: E402
+from tests.models.attention_reference import naive_attention  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+SIZE = 4
+LENGTHS = [3, 9, 70]
+OPTIONS = [LayerOptions(0.2), LayerOptions(0.2, softcap=2.0), LayerOptions(0.2, sliding_window=7)]
+
+
+class Sequences:
+    """Queries and latents of all tokens of some sequences in one layer of DeepSeek-V3."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        model: Any = architectures.tiny_model("deepseek_v3")
+        self.layer: Any = model.model.layers[1].self_attn.to(DEVICE)
+        layer, num_tokens = self.layer, sum(LENGTHS)
+        self.query = torch.randn(1, layer.num_heads, num_tokens, layer.qk_head_dim, device=DEVICE)
+        self.latent = torch.randn(1, 1, num_tokens, layer.kv_lora_rank, device=DEVICE)
+        self.rope = torch.randn(1, 1, num_tokens, layer.qk_rope_head_dim, device=DEVICE)
+        self.dim = layer.kv_lora_rank + layer.qk_rope_head_dim
+        self.starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+        blocks = torch.randperm(40).tolist()
+        self.blocks = [[blocks.pop() for _ in range(-(-n // SIZE))] for n in LENGTHS]
+
+    def keys(self, tokens: list[int]) -> LatentKeys:
+        return LatentKeys(self.layer, self.latent[:, :, tokens], self.rope[:, :, tokens])
+
+    def slots(self, sequence: int, positions: range) -> list[int]:
+        return [self.blocks[sequence][p // SIZE] * SIZE + p % SIZE for p in positions]
+
+    @torch.no_grad()
+    def prefilled(self, num_left: int) -> PagedCache:
+        """A cache with all tokens but the last of each sequence."""
+        cache = PagedCache({1: LayerShape(1, self.dim, 0, torch.float32)}, 40, SIZE, DEVICE)
+        lengths = [n - num_left for n in LENGTHS]
+        tokens = [start + p for start, n in zip(self.starts, lengths) for p in range(n)]
+        slots = [slot for sequence, n in enumerate(lengths) for slot in self.slots(sequence, range(n))]
+        context = PagedAttention(cache, torch.tensor(slots, device=DEVICE), [], lengths)
+        out = context.attend_latent(self.layer, self.query[:, :, tokens], self.keys(tokens), OPTIONS[0])
+        first = 0
+        for expected in self.expected(OPTIONS[0]):
+            count = len(expected) - num_left
+            torch.testing.assert_close(out[0, first : first + count], expected[:count], atol=1e-5, rtol=1e-5)
+            first += count
+        return cache
+
+    @torch.no_grad()
+    def decode(self, cache: PagedCache, rows: list[tuple[int, int]], options: LayerOptions, nowhere: bool) -> Tensor:
+        """rows: sequence and position of the new tokens, beside an idle row -> (T, H, DV)."""
+        tables = torch.zeros(len(LENGTHS) + 1, 20, dtype=torch.int32)
+        for sequence, blocks in enumerate(self.blocks):
+            tables[sequence, : len(blocks)] = torch.tensor(blocks)
+        slots = [slot for sequence, p in rows for slot in self.slots(sequence, range(p, p + 1))]
+        context = CudaDecodeAttention(
+            cache.addresses().to(DEVICE),
+            SIZE,
+            tables.to(DEVICE),
+            torch.tensor([*(sequence for sequence, _ in rows), len(LENGTHS)], dtype=torch.int32, device=DEVICE),
+            torch.tensor([*(p for _, p in rows), 0], device=DEVICE),
+            torch.tensor([*slots, -1], device=DEVICE),
+            max_splits=2,
+            fp8=False,
+            nowhere=torch.full((len(rows) + 1,), -1, device=DEVICE) if nowhere else None,
+        )
+        tokens = [*(self.starts[sequence] + p for sequence, p in rows), 0]
+        out = context.attend_latent(self.layer, self.query[:, :, tokens], self.keys(tokens), options)
+        assert out.shape == (1, len(tokens), self.layer.num_heads, self.layer.v_head_dim)
+        return out[0, :-1]
+
+    @torch.no_grad()
+    def expected(self, options: LayerOptions) -> list[Tensor]:
+        """(T, H, DV) of all tokens of each sequence."""
+        key, value = self.keys(list(range(sum(LENGTHS)))).expand()
+        parts = (t[0].transpose(0, 1).split(LENGTHS) for t in (self.query, key, value))
+        return [naive_attention(q, k, v, options) for q, k, v in zip(*parts)]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_steps_equal_expanded_attention(options: LayerOptions) -> None:
+    sequences = Sequences()
+    cache = sequences.prefilled(num_left=2)
+    expected = sequences.expected(options)
+    for left in (2, 1):
+        rows = [(sequence, n - left) for sequence, n in enumerate(LENGTHS)]
+        out = sequences.decode(cache, rows, options, nowhere=False)
+        torch.testing.assert_close(out, torch.stack([e[-left] for e in expected]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_tokens_of_one_step_see_each_other(options: LayerOptions) -> None:
+    """As drafts do."""
+    sequences = Sequences()
+    cache = sequences.prefilled(num_left=2)
+    expected = sequences.expected(options)
+    rows = [(sequence, n - left) for sequence, n in enumerate(LENGTHS) for left in (2, 1)]
+    out = sequences.decode(cache, rows, options, nowhere=True)
+    torch.testing.assert_close(out, torch.cat([e[-2:] for e in expected]), atol=1e-5, rtol=1e-5)
