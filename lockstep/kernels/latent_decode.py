@@ -5,7 +5,10 @@ A program of the grid serves one row, `HEADS` query heads and one split of the c
 uses it as keys and as values. The rest is as in `kernels/paged_decode.py`: a second kernel joins the splits, the new token's key is
 in registers and is written to the cache by one program, and the cache's address is read from device memory.
 
-Cache of a layer: (num_blocks, block_size, R + DR). Legend: H query heads, R latent size, DR size of the rope key.
+If an index picks keys (`kernels/key_scores.py`), a row attends to those positions. The new token is in the cache then, and may be
+picked or not.
+
+Cache of a layer: (num_blocks, block_size, W), W = R + DR or more. Legend: H query heads, R latent size, DR size of the rope key.
 """
 
 from math import gcd
@@ -23,10 +26,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit(do_not_specialize=["splits"])
 def _decode_latents(
     q_ptr, k_ptr, out_ptr, partial_ptr, stats_ptr, sinks_ptr,
-    addresses_ptr, tables_ptr, slot_ids_ptr, positions_ptr, cache_slots_ptr,
+    addresses_ptr, tables_ptr, slot_ids_ptr, positions_ptr, cache_slots_ptr, picked_ptr, topk,
     q_head, q_token, k_token, table_width, scale, window, chunk, splits,
     H: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr, R_PADDED: tl.constexpr,
-    DR: tl.constexpr, DR_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+    DR: tl.constexpr, DR_PADDED: tl.constexpr, W: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     R_ALIGNMENT: tl.constexpr, DR_ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
@@ -45,13 +48,14 @@ def _decode_latents(
     m = tl.full([HEADS], -float("inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     acc = tl.zeros([HEADS, R_PADDED], tl.float32)
-    if split == 0:
+    if picked_ptr is None and split == 0:
         new = tl.load(k_ptr + row * k_token + r, mask=r < R, other=0.0)
         new_rope = tl.load(k_ptr + row * k_token + R + d, mask=d < DR, other=0.0)
-        slot = tl.load(cache_slots_ptr + row)
-        if (tl.program_id(0) == 0) & (slot >= 0):
-            tl.store(keys + slot * (R + DR) + r, new, mask=r < R)
-            tl.store(keys + slot * (R + DR) + R + d, new_rope, mask=d < DR)
+        if cache_slots_ptr is not None:
+            slot = tl.load(cache_slots_ptr + row)
+            if (tl.program_id(0) == 0) & (slot >= 0):
+                tl.store(keys + slot * W + r, new, mask=r < R)
+                tl.store(keys + slot * W + R + d, new_rope, mask=d < DR)
         products = tl.sum(q.to(tl.float32) * new.to(tl.float32)[None, :], 1)
         products += tl.sum(q_rope.to(tl.float32) * new_rope.to(tl.float32)[None, :], 1)
         m = _base2_logits(products, scale, SOFTCAP)
@@ -66,15 +70,26 @@ def _decode_latents(
         acc = acc + weight[:, None] * new.to(tl.float32)[None, :]
 
     first = tl.maximum(position - window + 1, position // chunk * chunk)
-    share = tl.cdiv(tl.cdiv(position - first, splits), TILE) * TILE
-    start = first + split * share
-    stop = tl.minimum(start + share, position)
+    count = position - first
+    if picked_ptr is not None:
+        is_picked = count >= topk  # else the row sees no more than `topk` keys, its own included
+        count = tl.minimum(count + 1, topk)
+        if sinks_ptr is not None and split == 0:
+            m = tl.load(sinks_ptr + heads, mask=heads < H, other=0.0).to(tl.float32) * LOG2E
+            total = total + 1.0
+    share = tl.cdiv(tl.cdiv(count, splits), TILE) * TILE
+    start = split * share
+    stop = tl.minimum(start + share, count)
     table = tables_ptr + tl.load(slot_ids_ptr + row).to(tl.int64) * table_width
     for at in range(start, stop, TILE):
-        p = at + tl.arange(0, TILE)
-        inside = p < stop
+        number = at + tl.arange(0, TILE)
+        inside = number < stop
+        p = first + number
+        if picked_ptr is not None:
+            picked = tl.load(picked_ptr + row * topk + number, mask=inside & is_picked, other=0).to(tl.int32)
+            p = tl.where(is_picked, picked, p)
         block = tl.load(table + p // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        token = keys + (block * BLOCK_SIZE + p % BLOCK_SIZE) * (R + DR)
+        token = keys + (block * BLOCK_SIZE + p % BLOCK_SIZE) * W
         latents_at = tl.multiple_of(token[:, None] + r[None, :], [1, R_ALIGNMENT])
         ropes_at = tl.multiple_of(token[None, :] + R + d[:, None], [DR_ALIGNMENT, 1])
         latents = tl.load(latents_at, mask=inside[:, None] & (r < R)[None, :], other=0.0)
@@ -123,7 +138,7 @@ def latent_attention(
     tables: Tensor,
     slot_ids: Tensor,
     positions: Tensor,
-    cache_slots: Tensor,
+    cache_slots: Tensor | None,
     *,
     latent_dim: int,
     scale: float,
@@ -133,12 +148,15 @@ def latent_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     chunk: int | None = None,
+    picked: Tensor | None = None,
 ) -> Tensor:
-    """query (1, H, T, R + DR), absorbed, and key (1, 1, T, R + DR) of one new token per row -> mixed latents (1, T, H, R).
+    """query (1, H, T, R + DR), absorbed, and key (1, 1, T, W) of one new token per row -> mixed latents (1, T, H, R).
 
     addresses:  int64, of which the first is the address of the layer's keys.
+    cache_slots: (T,) where the new tokens are written; -1 for nowhere, None if they are in the cache already.
     latent_dim: R.
     splits:     programs that share the cached tokens of one row and block of heads, at most `MAX_SPLITS`.
+    picked:     (T, K) positions that each row attends to if it sees more than K; the new tokens are in the cache then.
     The other arguments are those of `decode_attention`.
     """
     _, num_heads, length, dim = query.shape
@@ -151,13 +169,15 @@ def latent_attention(
     itemsize = query.dtype.itemsize
     _decode_latents[(head_blocks(num_heads, query.dtype), length, splits)](
         query, key, out, partial, stats, sinks, addresses, tables, slot_ids, positions, cache_slots,
+        picked, 0 if picked is None else picked.shape[1],
         *query.stride()[1:3], key.stride(2), tables.stride(0), scale, (1 << 30) if window is None else window,
         (1 << 30) if chunk is None else chunk, splits,
         H=num_heads, HEADS=heads, R=latent_dim, R_PADDED=max(16, triton.next_power_of_2(latent_dim)),
         DR=dim - latent_dim, DR_PADDED=max(16, triton.next_power_of_2(dim - latent_dim)),
-        BLOCK_SIZE=block_size, TILE=tile, SPLIT=splits > 1, SOFTCAP=softcap,
+        W=key.shape[-1], BLOCK_SIZE=block_size, TILE=tile, SPLIT=splits > 1, SOFTCAP=softcap,
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        R_ALIGNMENT=gcd(16, dim * itemsize), DR_ALIGNMENT=gcd(16, dim * itemsize, latent_dim * itemsize),
+        R_ALIGNMENT=gcd(16, key.shape[-1] * itemsize),
+        DR_ALIGNMENT=gcd(16, key.shape[-1] * itemsize, latent_dim * itemsize),
         num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     if splits > 1:

@@ -6,8 +6,10 @@ import torch
 from tests.kernels.kernel_device import kernel_device
 
 DEVICE = kernel_device()
+from lockstep.kernels.key_scores import key_scores  # noqa: E402
 from lockstep.kernels.latent_decode import latent_attention  # noqa: E402
 from lockstep.kernels.paged_decode import write_to_cache  # noqa: E402
+from lockstep.models.key_index import KeyIndex  # noqa: E402
 from lockstep.models.layer_options import LayerOptions  # noqa: E402
 from tests.models.attention_reference import naive_attention  # noqa: E402
 
@@ -22,19 +24,22 @@ SIZES = [
     pytest.param(128, 512, 64, 16, marks=LARGE),
 ]
 """Query heads, latent size, size of the rope key, block size."""
-LENGTHS = [1, 2, 17, 75]
+LENGTHS = [1, 2, 18, 75]
 
 
 class Rows:
-    """Rows of these lengths, of which all tokens but the last are cached, and an idle one."""
+    """Rows of these lengths, of which all tokens but the last are cached, and an idle one.
 
-    def __init__(self, heads: int, rank: int, rope: int, size: int, dtype: torch.dtype) -> None:
+    scored: numbers of the scorer's key that are cached beside a latent.
+    """
+
+    def __init__(self, heads: int, rank: int, rope: int, size: int, dtype: torch.dtype, scored: int = 0) -> None:
         torch.manual_seed(3)
-        dim, num_blocks = rank + rope, 4 + sum(LENGTHS) // size + len(LENGTHS)
+        dim, num_blocks = rank + rope + scored, 4 + sum(LENGTHS) // size + len(LENGTHS)
         self.store = torch.randn(num_blocks, size, dim, device=DEVICE).to(dtype)
         self.tables = torch.zeros(9, 80, dtype=torch.int32)
         self.slot_ids = [3, 0, 7, 5, 8]
-        self.query = torch.randn(1, heads, len(LENGTHS) + 1, dim, device=DEVICE).to(dtype)
+        self.query = torch.randn(1, heads, len(LENGTHS) + 1, rank + rope, device=DEVICE).to(dtype)
         self.key = torch.randn(1, 1, len(LENGTHS) + 1, dim, device=DEVICE).to(dtype)
         self.tokens, self.cache_slots = [], []
         order = torch.randperm(num_blocks).tolist()
@@ -47,17 +52,13 @@ class Rows:
             self.cache_slots.append(places[-1])
         self.rank, self.size = rank, size
 
-    def decode(self, options: LayerOptions, splits: int, *, written: bool = False) -> torch.Tensor:
+    def decode(
+        self, options: LayerOptions, splits: int, *, written: bool = False, picked: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """written: whether the new tokens are in the cache already."""
-        slots = torch.tensor([*self.cache_slots, -1], device=DEVICE)
-        addresses = torch.tensor([self.store.data_ptr(), 0], device=DEVICE)
-        if written:
-            write_to_cache(self.key, None, slots, self.size, address=addresses[:1])
         return latent_attention(
-            *(self.query, self.key, addresses, self.tables.to(DEVICE)),
-            torch.tensor(self.slot_ids, dtype=torch.int32, device=DEVICE),
-            torch.tensor([n - 1 for n in LENGTHS] + [0], device=DEVICE),
-            torch.full_like(slots, -1) if written else slots,
+            *(self.query, self.key, *self.places),
+            None if written else torch.tensor([*self.cache_slots, -1], device=DEVICE),
             latent_dim=self.rank,
             scale=options.scaling,
             window=options.sliding_window,
@@ -66,7 +67,22 @@ class Rows:
             sinks=None if options.sinks is None else options.sinks.to(self.query.dtype),
             block_size=self.size,
             splits=splits,
+            picked=picked,
         )
+
+    @property
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """Addresses, tables, slot ids and positions."""
+        return (
+            torch.tensor([self.store.data_ptr(), 0], device=DEVICE),
+            self.tables.to(DEVICE),
+            torch.tensor(self.slot_ids, dtype=torch.int32, device=DEVICE),
+            torch.tensor([n - 1 for n in LENGTHS] + [0], device=DEVICE),
+        )
+
+    def write(self) -> None:
+        slots = torch.tensor([*self.cache_slots, -1], device=DEVICE)
+        write_to_cache(self.key, None, slots, self.size, address=self.places[0][:1])
 
     def expected(self, options: LayerOptions) -> torch.Tensor:
         """(T, H, R) in float64."""
@@ -113,7 +129,49 @@ def test_options(
 @pytest.mark.parametrize("splits", [1, 2])
 def test_new_tokens_may_be_written_before(splits: int) -> None:
     rows, options = Rows(4, 32, 8, 4, torch.float32), LayerOptions(0.2)
+    rows.write()
     assert_equal(rows.decode(options, splits, written=True), rows.expected(options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(
+    ("heads", "rank", "rope", "size", "scorer"),
+    [(4, 32, 8, 4, (5, 12)), pytest.param(64, 512, 64, 16, (64, 128), marks=LARGE)],
+)
+@pytest.mark.parametrize(("topk", "window", "sinks"), [(6, None, None), (17, None, 1.0), (18, 20, None)])
+def test_keys_that_an_index_picks(
+    dtype: torch.dtype,
+    splits: int,
+    heads: int,
+    rank: int,
+    rope: int,
+    size: int,
+    scorer: tuple[int, int],
+    topk: int,
+    window: int | None,
+    sinks: float | None,
+) -> None:
+    rows = Rows(heads, rank, rope, size, dtype, scored=scorer[1])
+    rows.write()
+    sinks_H = None if sinks is None else torch.randn(heads, device=DEVICE).to(dtype) + sinks
+    options = LayerOptions((rank + rope) ** -0.5, window, sinks=sinks_H)
+    queries = torch.randn(1, len(LENGTHS) + 1, *scorer, device=DEVICE).to(dtype)
+    index = KeyIndex(queries, torch.randn(1, len(LENGTHS) + 1, scorer[0], device=DEVICE), topk)
+    scores = key_scores(*(queries, index.weights, rows.key, *rows.places), window=window, chunk=None, block_size=size)
+    assert scores.shape == (len(LENGTHS) + 1, rows.tables.shape[1] * size)
+    out = rows.decode(options, splits, written=True, picked=scores.topk(topk, -1, sorted=False).indices)
+    expected = []
+    for row, (tokens, length) in enumerate(zip(rows.tokens, LENGTHS)):
+        hidden = options.hides(length - 1, torch.arange(length, device=DEVICE))
+        assert bool((scores[row, :length].isfinite() == ~hidden).all()) and not scores[row, length:].isfinite().any()
+        unpicked = index.tokens(slice(row, row + 1)).hide_others(tokens[None, :, rank + rope :], hidden[None, None])
+        keys = tokens[~unpicked[0, 0]].double()[:, None]
+        assert len(keys) == min(topk, length, window or length)
+        plain = LayerOptions(options.scaling, sinks=None if sinks_H is None else sinks_H.double())
+        query = rows.query[0, :, row].double()[None]
+        expected.append(naive_attention(query, keys[..., : rank + rope], keys[..., :rank], plain)[0])
+    assert_equal(out, torch.stack(expected))
 
 
 def test_keys_without_numbers_are_not_written() -> None:

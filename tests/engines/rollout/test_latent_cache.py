@@ -1,5 +1,6 @@
 """The embedded engine caches one latent per token (MLA): equal to transformers for every schedule, from a small cache."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 
 from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
+from lockstep.engines.rollout.embedded.model_runner import check_layers
+from lockstep.engines.rollout.embedded.paged_attention import LayerProbe, LayerShape
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.experts import EXPERTS_NAME
 from lockstep.models.known_models import install_decoder_layers
@@ -28,6 +31,8 @@ TYPES = (
     *("kimi_linear", "longcat_flash", "minicpm3", "youtu"),
 )
 QUICK = ("deepseek_v3",)
+CAPTURED = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite")
+"""Types whose decode steps CUDA graphs hold for certain."""
 
 
 def latent_model(model_type: str = "deepseek_v3") -> Any:
@@ -60,6 +65,13 @@ def widths(engine: EmbeddedEngine) -> set[tuple[int, int, int]]:
     return {(shape.num_heads, shape.key_dim, shape.value_dim) for shape in cache.layers.values()}
 
 
+def assert_caches_latents(engine: EmbeddedEngine, model: Any) -> None:
+    """With the keys of an index, if there is one."""
+    config = model.config
+    scored = config.index_head_dim if hasattr(config, "index_head_dim") else 0
+    assert widths(engine) == {(1, config.kv_lora_rank + config.qk_rope_head_dim + scored, 0)}
+
+
 def assert_teacher_forced(model: Any, requests: list[GenerationRequest], completions: list[Completion]) -> None:
     for request, completion in zip(requests, completions, strict=True):
         got, teacher_forced = torch.tensor(completion.log_probs), naive_log_probs(model, request, completion)
@@ -79,14 +91,14 @@ def test_decoding_equals_transformers(model_type: str) -> None:
     tight = embedded(model, max_num_batched_tokens=9, num_blocks=16).generate(requests)
     assert_same(tight, completions)
     assert sum(c.num_preempted for c in tight) > 0
-    config = model.config
-    scored = config.index_head_dim if hasattr(config, "index_head_dim") else 0
-    assert widths(engine) == {(1, config.kv_lora_rank + config.qk_rope_head_dim + scored, 0)}
+    assert_caches_latents(engine, model)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("eager", [True, False])
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite", "kimi_linear"])
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear"]
+)
 def test_decoding_equals_transformers_on_cuda(model_type: str, eager: bool) -> None:
     """Within CUDA graphs, and when chunks of prompts share steps with decode tokens."""
     device, reference = device_or_skip("cuda"), latent_model(model_type)
@@ -98,11 +110,10 @@ def test_decoding_equals_transformers_on_cuda(model_type: str, eager: bool) -> N
             completions = engine.generate(requests)
             with architectures.torch_forms(reference):
                 assert_teacher_forced(reference, requests, completions)
-            config = model.config
-            assert widths(engine) == {(1, config.kv_lora_rank + config.qk_rope_head_dim, 0)}
+            assert_caches_latents(engine, model)
             engine.sleep()  # and the cache moves
         decoder: Any = engine.step_loop._decoder  # type: ignore[union-attr]
-        assert eager or model_type == "kimi_linear" or decoder.graphs.use_graphs
+        assert eager or model_type not in CAPTURED or decoder.graphs.use_graphs
 
 
 @pytest.mark.gpu
@@ -117,6 +128,19 @@ def test_an_adapter_is_absorbed_on_cuda() -> None:
     model.to(device)
     completions = embedded(model).generate(requests)
     assert_teacher_forced(model, requests, completions)
+
+
+@pytest.mark.parametrize(("value_dim", "device"), [(0, "cuda"), (8, "cpu"), (8, "cuda")])
+def test_an_index_of_expanded_keys_is_refused_on_cuda(value_dim: int, device: str) -> None:
+    probe = LayerProbe()
+    probe.layers[0] = LayerShape(1, 8, value_dim, torch.float32, is_indexed=True)
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=1))
+    model = SimpleNamespace(config=config, device=torch.device(device))
+    if value_dim and device == "cuda":
+        with pytest.raises(ValueError, match=r"pick keys of each head by an index.*rollout\.name=hf"):
+            check_layers(model, probe)
+    else:
+        check_layers(model, probe)
 
 
 def test_memory_is_counted_by_latents(model: Any) -> None:

@@ -1,5 +1,7 @@
 """Decode steps on CUDA from cached latents: the attention of expanded keys and values."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from tests.kernels.kernel_device import kernel_device
 DEVICE = kernel_device()
 from lockstep.engines.rollout.embedded.cuda.decode_attention import CudaDecodeAttention  # noqa: E402
 from lockstep.engines.rollout.embedded.paged_attention import LayerShape, PagedAttention, PagedCache  # noqa: E402
+from lockstep.models.key_index import KeyIndex  # noqa: E402
 from lockstep.models.latent_attention import LatentKeys  # noqa: E402
 from lockstep.models.layer_options import LayerOptions  # noqa: E402
 from tests.models import architectures  # noqa: E402
@@ -20,12 +23,15 @@ pytestmark = pytest.mark.gpu
 SIZE = 4
 LENGTHS = [3, 9, 70]
 OPTIONS = [LayerOptions(0.2), LayerOptions(0.2, softcap=2.0), LayerOptions(0.2, sliding_window=7)]
+PLAIN = [(options, None) for options in OPTIONS]
+INDEXED = [(OPTIONS[0], 6), (OPTIONS[0], 200)]
+"""And how many keys an index picks: some, and more than a table has positions."""
 
 
 class Sequences:
-    """Queries and latents of all tokens of some sequences in one layer of DeepSeek-V3."""
+    """Queries and latents of all tokens of some sequences in one layer of DeepSeek-V3, with an index if `topk` is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, topk: int | None = None) -> None:
         torch.manual_seed(0)
         model: Any = architectures.tiny_model("deepseek_v3")
         self.layer: Any = model.model.layers[1].self_attn.to(DEVICE)
@@ -34,12 +40,21 @@ class Sequences:
         self.latent = torch.randn(1, 1, num_tokens, layer.kv_lora_rank, device=DEVICE)
         self.rope = torch.randn(1, 1, num_tokens, layer.qk_rope_head_dim, device=DEVICE)
         self.dim = layer.kv_lora_rank + layer.qk_rope_head_dim
+        self.index: KeyIndex | None = None
+        if topk is not None:
+            queries = torch.randn(1, num_tokens, 16, 12, device=DEVICE)
+            keys = torch.randn(1, num_tokens, 12, device=DEVICE)
+            self.index = KeyIndex(queries, torch.randn(1, num_tokens, 16, device=DEVICE), topk, keys)
+            self.dim += 12
         self.starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
         blocks = torch.randperm(40).tolist()
         self.blocks = [[blocks.pop() for _ in range(-(-n // SIZE))] for n in LENGTHS]
 
     def keys(self, tokens: list[int]) -> LatentKeys:
         return LatentKeys(self.layer, self.latent[:, :, tokens], self.rope[:, :, tokens])
+
+    def options(self, options: LayerOptions, tokens: list[int]) -> LayerOptions:
+        return options if self.index is None else replace(options, index=self.index.tokens(tokens))
 
     def slots(self, sequence: int, positions: range) -> list[int]:
         return [self.blocks[sequence][p // SIZE] * SIZE + p % SIZE for p in positions]
@@ -52,7 +67,9 @@ class Sequences:
         tokens = [start + p for start, n in zip(self.starts, lengths) for p in range(n)]
         slots = [slot for sequence, n in enumerate(lengths) for slot in self.slots(sequence, range(n))]
         context = PagedAttention(cache, torch.tensor(slots, device=DEVICE), [], lengths)
-        out = context.attend_latent(self.layer, self.query[:, :, tokens], self.keys(tokens), OPTIONS[0])
+        out = context.attend_latent(
+            self.layer, self.query[:, :, tokens], self.keys(tokens), self.options(OPTIONS[0], tokens)
+        )
         first = 0
         for expected in self.expected(OPTIONS[0]):
             count = len(expected) - num_left
@@ -79,7 +96,9 @@ class Sequences:
             nowhere=torch.full((len(rows) + 1,), -1, device=DEVICE) if nowhere else None,
         )
         tokens = [*(self.starts[sequence] + p for sequence, p in rows), 0]
-        out = context.attend_latent(self.layer, self.query[:, :, tokens], self.keys(tokens), options)
+        out = context.attend_latent(
+            self.layer, self.query[:, :, tokens], self.keys(tokens), self.options(options, tokens)
+        )
         assert out.shape == (1, len(tokens), self.layer.num_heads, self.layer.v_head_dim)
         return out[0, :-1]
 
@@ -88,12 +107,23 @@ class Sequences:
         """(T, H, DV) of all tokens of each sequence."""
         key, value = self.keys(list(range(sum(LENGTHS)))).expand()
         parts = (t[0].transpose(0, 1).split(LENGTHS) for t in (self.query, key, value))
-        return [naive_attention(q, k, v, options) for q, k, v in zip(*parts)]
+        if self.index is None:
+            return [naive_attention(q, k, v, options) for q, k, v in zip(*parts)]
+        outputs = []
+        for start, q, k, v in zip(self.starts, *parts):
+            index = self.index.tokens(slice(start, start + len(q)))
+            assert index.keys is not None
+            places = torch.arange(len(q), device=DEVICE)
+            unpicked = index.hide_others(index.keys, options.hides(places[:, None], places)[None])
+            scores = torch.einsum("qhd,khd->hqk", q, k) * options.scaling
+            probs = scores.masked_fill(unpicked, -math.inf).softmax(-1)
+            outputs.append(torch.einsum("hqk,khd->qhd", probs, v))
+        return outputs
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_steps_equal_expanded_attention(options: LayerOptions) -> None:
-    sequences = Sequences()
+@pytest.mark.parametrize(("options", "topk"), [*PLAIN, *INDEXED])
+def test_steps_equal_expanded_attention(options: LayerOptions, topk: int | None) -> None:
+    sequences = Sequences(topk)
     cache = sequences.prefilled(num_left=2)
     expected = sequences.expected(options)
     for left in (2, 1):
@@ -102,10 +132,10 @@ def test_steps_equal_expanded_attention(options: LayerOptions) -> None:
         torch.testing.assert_close(out, torch.stack([e[-left] for e in expected]), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_tokens_of_one_step_see_each_other(options: LayerOptions) -> None:
+@pytest.mark.parametrize(("options", "topk"), [*PLAIN, *INDEXED])
+def test_tokens_of_one_step_see_each_other(options: LayerOptions, topk: int | None) -> None:
     """As drafts do."""
-    sequences = Sequences()
+    sequences = Sequences(topk)
     cache = sequences.prefilled(num_left=2)
     expected = sequences.expected(options)
     rows = [(sequence, n - left) for sequence, n in enumerate(LENGTHS) for left in (2, 1)]

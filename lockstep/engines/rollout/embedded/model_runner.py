@@ -388,8 +388,8 @@ def check_layers(model: Any, probe: LayerProbe) -> None:
     for index, kind in enumerate(kinds or ()):
         if kind == "sliding_attention" and (index not in layers or layers[index].sliding_window is None):
             raise refusal(model, f"layer {index} does not pass its sliding window to the attention function")
-    if model.device.type == "cuda" and any(shape.is_indexed for shape in layers.values()):
-        raise refusal(model, "its layers pick keys by an index, which decodes on the CPU only")
+    if model.device.type == "cuda" and any(shape.is_indexed and shape.value_dim for shape in layers.values()):
+        raise refusal(model, "its layers pick keys of each head by an index, which decodes on the CPU only")
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     if layers and not kinds and window is not None and all(s.sliding_window is None for s in layers.values()):
         raise refusal(model, f"no layer passes sliding_window={window} of its config to the attention function")

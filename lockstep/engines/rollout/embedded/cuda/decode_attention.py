@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from lockstep.engines.rollout.embedded.state_slots import DecodeStates
 from lockstep.kernels.exact import is_exact
 from lockstep.kernels.exact_attention import attend
+from lockstep.kernels.key_scores import key_scores
 from lockstep.kernels.latent_decode import head_blocks, latent_attention
 from lockstep.kernels.paged_decode import decode_attention, num_splits, write_to_cache
 from lockstep.models.latent_attention import LatentKeys
@@ -66,14 +67,15 @@ class CudaDecodeAttention:
     def attend_latent(self, layer: nn.Module, query: Tensor, keys: LatentKeys, options: LayerOptions) -> Tensor:
         addresses = self.addresses[layer.layer_idx]  # type: ignore[index]
         key, value = keys.join(options.index)
-        if self.nowhere is not None:
+        writes_before = self.nowhere is not None or options.index is not None
+        if writes_before:
             self._write(addresses, key, value)
         mixed = latent_attention(
             keys.absorb(query),
             key,
             addresses,
             *(self.tables, self.slot_ids, self.positions),
-            self.cache_slots if self.nowhere is None else self.nowhere,
+            None if writes_before else self.cache_slots,
             latent_dim=keys.latent.shape[-1],
             scale=options.scaling,
             window=options.sliding_window,
@@ -82,8 +84,26 @@ class CudaDecodeAttention:
             sinks=options.sinks,
             block_size=self.block_size,
             splits=num_splits(key.shape[2] * head_blocks(query.shape[1], key.dtype), key.shape[3], self.max_splits),
+            picked=self._pick(key, addresses, options),
         )
         return keys.project(mixed)
+
+    def _pick(self, key: Tensor, addresses: Tensor, options: LayerOptions) -> Tensor | None:
+        """(T, topk) positions that each row attends to if it sees more; None if all rows attend to all that they see."""
+        index = options.index
+        if index is None or index.topk >= self.tables.shape[1] * self.block_size:
+            return None
+        scores = key_scores(
+            index.queries,
+            index.weights,
+            key,
+            addresses,
+            *(self.tables, self.slot_ids, self.positions),
+            window=options.sliding_window,
+            chunk=options.chunk,
+            block_size=self.block_size,
+        )
+        return scores.topk(index.topk, -1, sorted=False).indices
 
     def _attend_exactly(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions
