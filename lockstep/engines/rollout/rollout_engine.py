@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConfig
 from lockstep.config.engines import ROLLOUT_ENGINES, RolloutEngineInfo
@@ -274,14 +274,19 @@ def check_request(request: GenerationRequest, max_model_len: int) -> None:
         )
 
 
-def check_request_images(request: GenerationRequest, model: nn.Module) -> None:
+def check_request_images(request: GenerationRequest, hf_config: PretrainedConfig) -> None:
     """ValueError if the model cannot read the request's images, or if they do not fit its placeholders."""
-    config: Any = model.config
-    if request.images is not None and (reason := why_no_images(config)):
-        raise ValueError(f"the prompt has images, which {type(model).__name__} cannot read: {reason}")
-    known = placeholder_ids(config)
-    if request.images is None and (found := [token for token in request.prompt_ids if token in known]):
-        raise ValueError(f"the prompt has {len(found)} placeholder tokens ({found[0]}) of an image, but no image")
+    if request.images is not None and (reason := why_no_images(hf_config)):
+        raise ValueError(f"the prompt has images, which {hf_config.model_type} cannot read: {reason}")
+    check_request_placeholders(request, placeholder_ids(hf_config))
+
+
+def check_request_placeholders(request: GenerationRequest, known: Collection[int]) -> None:
+    """ValueError if the prompt has other placeholders than those of its images. known: all of the model."""
+    own = None if request.images is None else request.images.token_id
+    if others := [token for token in request.prompt_ids if token in known and token != own]:
+        what = "but no image" if request.images is None else f"whose placeholder is token {own}"
+        raise ValueError(f"the prompt has {len(others)} placeholder tokens ({others[0]}) of an image or video, {what}")
     if request.images is not None:
         check_placeholders(request.prompt_ids.count(request.images.token_id), request.images)
 
