@@ -23,6 +23,8 @@ class ImageDataConfig:
     """Larger images are shrunk to this many pixels; null is the limit of the model's processor, if it has one (Qwen-VL)."""
     allow_image_urls: bool = False
     """Fetch images that are given as `http://` or `https://` URLs; otherwise they are an error."""
+    allow_private_image_urls: bool = False
+    """Fetch them also from this machine and from private or link-local addresses, to which a URL or a redirect may lead."""
     filter_bad_images: bool = False
     """Drop rows with an image that cannot be used (missing, truncated, animated, too large, ...); else the first is an error."""
 

@@ -55,7 +55,7 @@ def check(config: PPOConfig) -> tuple[list[Problem], list[str]]:
         checks.rollout_engine(values, _ROLLOUT),
         _routers(values),
         checks.history_drafts(values, _ROLLOUT),
-        _exact(values),
+        _exact(values, models),
         checks.sampling(values, _ROLLOUT, f"{_ROLLOUT}.val_kwargs"),
         _pool_keys(values),
     )
@@ -260,7 +260,7 @@ def _routers(values: Values) -> Iterator[Problem]:
             yield Problem(key, values[key], f"{advice}, or {str(off).lower()}", also=(strategy_key,))
 
 
-def _exact(values: Values) -> Iterator[Problem]:
+def _exact(values: Values, models: Collection[str]) -> Iterator[Problem]:
     key = f"{_ROLLOUT}.exact"
     if not values[key]:
         return
@@ -277,11 +277,23 @@ def _exact(values: Values) -> Iterator[Problem]:
         ),
         (f"{_ROLLOUT}.calculate_log_probs", (True,), "it is about the rollout's log-probs"),
     )
+    if "ref" in models:
+        dtypes = _equal_dtypes(values[f"{_ACTOR}.fsdp_config.dtype"], values["trainer.device"])
+        need = (f"{_REF}.fsdp_config.dtype", dtypes, "the reference must compute in the actor's dtype")
+        yield from checks.requirements(values, key, need)
     for name in ("rollout_is", "rollout_rs"):
         correction = f"algorithm.rollout_correction.{name}"
         if values[correction] is not None and not _is_stale(values):
             message = f"there is no gap to correct; remove {correction}, or set {key}=false"
             yield Problem(key, True, message, also=(correction,))
+
+
+def _equal_dtypes(dtype: str, device: str) -> tuple[str, ...]:
+    """The names of a dtype, itself first; `auto` has others if the device is known."""
+    names = [{"float32", "fp32"}, {"bfloat16", "bf16"}, {"float16", "fp16"}]
+    if device != "auto":
+        names[device == "cuda"].add("auto")
+    return dtype, *sorted(other for same in names if dtype in same for other in same)
 
 
 def _is_stale(values: Values) -> bool:

@@ -18,7 +18,8 @@ from jinja2 import TemplateError
 
 from lockstep.config.data import ImageDataConfig
 from lockstep.data.files import FileRow
-from lockstep.data.images import ImageError, Picture, data_uri, fetched, read_image
+from lockstep.data.image_urls import fetched
+from lockstep.data.images import ImageError, Picture, data_uri, read_image
 from lockstep.protocol.images import ImageInputs
 from lockstep.utils.progress import count
 
@@ -297,7 +298,9 @@ class RowImages:
 
     def _fetch(self, url: str) -> bytes:
         """What a URL has, which is fetched once."""
-        return self._fetched[url] if url in self._fetched else self._fetched.setdefault(url, fetched(url))
+        if url not in self._fetched:
+            self._fetched[url] = fetched(url, allow_private=self.config.allow_private_image_urls)
+        return self._fetched[url]
 
     def encode(self, row: FileRow, text: str, pictures: Sequence[Picture]) -> tuple[list[int], ImageInputs]:
         """See `ImageEncoder`."""

@@ -6,11 +6,9 @@ path | bytes | {"bytes", "path"} | data URI | PIL image | URL (if `data.allow_im
 import base64
 import binascii
 import hashlib
-import http.client
 import io
 import stat
 import struct
-import urllib.request
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +29,6 @@ MOST_BYTES = 64 * 2**20
 """Of one image's file."""
 MOST_ASPECT = 200
 """Longer side by shorter side; processors round the shorter one to nothing beyond it."""
-URL_TIMEOUT_S = 20.0
 ORIENTATION = 0x0112
 """EXIF tag."""
 _DIRECT = ("RGB", "L", "1", "P", "CMYK", "YCbCr")
@@ -75,7 +72,7 @@ def read_image(value: Any, folder: Path | None = None, *, fetch: Callable[[str],
     """The picture; ImageError if it cannot be used.
 
     folder: where relative paths start, if they do not lead from the current folder.
-    fetch:  reads URLs, such as `fetched`; None refuses them.
+    fetch:  reads URLs, such as `image_urls.fetched`; None refuses them.
     """
     if isinstance(value, Mapping) and isinstance(value.get("image"), Image.Image):
         value = value["image"]
@@ -163,16 +160,6 @@ def image_path(path: Path, folder: Path | None) -> Path:
     """The file that a row's path names."""
     path = path.expanduser()
     return folder / path if folder is not None and not path.is_absolute() and not path.exists() else path
-
-
-def fetched(url: str) -> bytes:
-    """The content of a URL; ImageError if it cannot be had. A file that is too large is cut, one byte above the limit."""
-    try:
-        with urllib.request.urlopen(url, timeout=URL_TIMEOUT_S) as reply:
-            content: bytes = reply.read(MOST_BYTES + 1)
-            return content
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise ImageError(f"cannot be fetched: {url[:200]} ({error})") from error
 
 
 def _checked(opened: Image.Image, content: bytes | None) -> Picture:

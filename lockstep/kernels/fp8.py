@@ -19,6 +19,8 @@ from torch import Tensor
 from lockstep.kernels.packed import packed
 
 DTYPE = torch.float8_e4m3fn
+PRODUCT_DTYPE = torch.bfloat16
+"""Of the inputs and outputs of the tensor cores' form."""
 LARGEST = 448.0
 LEAST_SCALE = 1e-12
 """Of a row of zeros."""
@@ -75,10 +77,10 @@ def saturated(x: Tensor) -> Tensor:
 def fp8_linear(x: Tensor, weight: Fp8Rows, bias: Tensor | None = None) -> Tensor:
     """x (..., K) -> (..., N) in the dtype of x, without gradients."""
     rows = quantize(x.reshape(-1, x.shape[-1]))
-    if x.dtype == torch.bfloat16 and _fits(weight) and has_fp8_products(x.device):
+    if x.dtype == PRODUCT_DTYPE and _fits(weight) and has_fp8_products(x.device):
         scales = (rows.scales[:, None], weight.scales[None])
         out = torch._scaled_mm(
-            rows.values, weight.values.t(), *scales, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
+            rows.values, weight.values.t(), *scales, bias=bias, out_dtype=PRODUCT_DTYPE, use_fast_accum=True
         )
     else:
         out = fp8_linear_reference(rows, weight, bias).to(x.dtype)

@@ -6,6 +6,7 @@ The layers are the trainer's (`models/decoder_layer.py`): their products take th
 Embeddings, norms, the vocabulary head and LoRA adapters keep their precision.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.kernels.fp8 import Fp8Rows, empty_rows, joined, quantize
+from lockstep.kernels.fp8 import PRODUCT_DTYPE, Fp8Rows, empty_rows, has_fp8_products, joined, quantize
 from lockstep.kernels.linear import linear_and_adapter, set_fp8_weight
 from lockstep.models.decoder import decoder_of
 from lockstep.models.decoder_layer import DecoderLayer
 from lockstep.models.four_bit import has_4bit_linears
+from lockstep.utils.distributed import current_rank
+
+logger = logging.getLogger(__name__)
+_KEY = "actor_rollout_ref.rollout.quantization"
 
 
 class Fp8Weights:
@@ -25,17 +30,19 @@ class Fp8Weights:
 
     def __init__(self, model: nn.Module) -> None:
         if reason := why_no_fp8(model):
-            raise ValueError(
-                f"actor_rollout_ref.rollout.quantization=fp8 cannot serve {type(model).__name__}: {reason}; set null"
-            )
+            raise ValueError(f"{_KEY}=fp8 cannot serve {type(model).__name__}: {reason}; set null")
         self._products = [_linears(modules) for layer in _layers(model) for modules in layer.products()]
         self._copies: list[list[Fp8Rows]] = []
+        self._speed_is_known = False
 
     @contextmanager
     def serving(self) -> Iterator[None]:
         """Inside, products without gradients compute with copies of the present weights, which must not change."""
         if self._copies and self._copies[0][0].values.device != self._products[0][0].weight.device:
             self.free()
+        if not self._speed_is_known:
+            _warn_if_slow(self._products[0][0].weight)
+            self._speed_is_known = True
         if not self._copies:
             self._copies = [_allocate(linears) for linears in self._products]
         self._refresh()
@@ -88,6 +95,23 @@ def why_no_fp8(model: nn.Module) -> str | None:
     if any(linear_and_adapter(m) is None for layer in layers for modules in layer.products() for m in modules):
         return "a linear layer of it has its own forward"
     return None
+
+
+def _warn_if_slow(weight: torch.Tensor) -> None:
+    """On a GPU. On a CPU nobody quantises for speed."""
+    if weight.device.type != "cuda" or current_rank() > 0:
+        return
+    if not has_fp8_products(weight.device):
+        reason, remedy = "this GPU has no products in 8 bits", ""
+    elif weight.dtype != PRODUCT_DTYPE:
+        name = str(weight.dtype).removeprefix("torch.")
+        reason, remedy = f"the model is in {name}", ", or actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"
+    else:
+        return
+    logger.warning(
+        "%s=fp8 makes this rollout slower: %s, so that products of 8-bit weights are computed in float32; set %s=null%s",
+        *(_KEY, reason, _KEY, remedy),
+    )
 
 
 def _layers(model: nn.Module) -> Sequence[DecoderLayer]:

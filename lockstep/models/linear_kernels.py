@@ -1,7 +1,8 @@
 """Kernels of recurrent layers (flash-linear-attention, causal-conv1d, mamba-ssm): only half precision on CUDA reaches them.
 
 transformers calls them wherever the packages are installed, also for tensors on a CPU, for which they have no code, and in float32,
-where their products round to TF32: too much for a reference.
+where their products round to TF32: too much for a reference. The gated delta rule is trained in torch, too, on a GPU on which its
+kernel has no backward (`gated_delta.kernels_serve`).
 """
 
 import functools
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.kernels.ops import HALF
+from lockstep.models.gated_delta import kernels_serve
 
 PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
 
@@ -34,21 +36,29 @@ def _dispatch(functions: ModuleType) -> None:
         torch_form = inspect.unwrap(function) if inspect.isfunction(function) else function
         is_here = getattr(torch_form, "__module__", None) == functions.__name__
         if torch_form is not function and is_here:
-            setattr(functions, name, _HalfOnCuda(function, torch_form))
+            serves = kernels_serve if "gated_delta_rule" in name else _is_half_on_cuda
+            setattr(functions, name, _Dispatched(function, torch_form, serves))
 
 
-class _HalfOnCuda:
-    """A kernel for half precision on CUDA, its torch form for other tensors."""
+def _is_half_on_cuda(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in HALF
 
-    def __init__(self, kernel: Callable[..., Any], torch_form: Callable[..., Any]) -> None:
+
+class _Dispatched:
+    """A kernel for the tensors that it serves, its torch form for others."""
+
+    def __init__(
+        self, kernel: Callable[..., Any], torch_form: Callable[..., Any], serves: Callable[[Tensor], bool]
+    ) -> None:
         functools.update_wrapper(self, torch_form)
         self._kernel = kernel
         self._torch_form = torch_form
+        self._serves = serves
         self._parameters = inspect.signature(torch_form).parameters
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         tensor = next(value for value in (*args, *options.values()) if isinstance(value, Tensor))
-        if tensor.is_cuda and tensor.dtype in HALF:
+        if self._serves(tensor):
             return self._kernel(*args, **options)
         known = {name: value for name, value in options.items() if name in self._parameters}
         return self._torch_form(*args, **known)

@@ -31,7 +31,7 @@ from lockstep.models.decoder import decoder_of
 from lockstep.models.four_bit import is_4bit
 from lockstep.models.state_mixer import DIRECT_WEIGHTS
 from lockstep.models.token_models import TokenModel
-from lockstep.models.vision import is_vision
+from lockstep.models.vision import is_vision, tower_of
 from lockstep.utils.distributed import current_rank
 from lockstep.utils.model_path import is_adapter, local_model_folder, locate_model
 
@@ -144,6 +144,8 @@ def install_adapters(
     transformer = model.transformer
     linears = sorted({name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)})
     _inject(transformer, lora, f"{key}.target_modules={config.target_modules}", linears, config, key)
+    if config.freeze_vision_tower and (tower := tower_of(transformer)) is not None:
+        _check_frozen(transformer, tower, "target_modules" if folder is None else "lora_adapter_path", key)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in adapter_layers(transformer).values():
@@ -404,6 +406,17 @@ def _inject(
         unmatched = [t for t in wanted if not any(path == t or path.endswith(f".{t}") for path in layers)]
         if unmatched and not config.exclude_modules:
             raise ValueError(f"{what}: {', '.join(unmatched)} matches no linear layer of {name}; {known}")
+
+
+def _check_frozen(transformer: PreTrainedModel, tower: nn.Module, setting: str, key: str) -> None:
+    """ValueError if an adapter is in the tower."""
+    in_tower = set(tower.modules())
+    if found := [path for path, layer in adapter_layers(transformer).items() if layer in in_tower]:
+        leave_out = f"leave it out ({key}.exclude_modules)" if setting == "target_modules" else "take another adapter"
+        raise ValueError(
+            f"{key}.freeze_vision_tower=true, but {key}.{setting} puts adapters on {len(found)} layers of the tower, such as "
+            f"{found[0]}; {leave_out}, or set {key}.freeze_vision_tower=false"
+        )
 
 
 @torch.no_grad()

@@ -10,7 +10,15 @@ from typing import Any
 
 from lockstep.kernels.activation_memory import layer_bytes
 from lockstep.plan.mlp_layers import dense_inner, dense_mlps
-from lockstep.plan.state_layers import LayerCounts, StateLayer, layer_counts, state_layer, with_plain_keys
+from lockstep.plan.state_layers import (
+    LayerCounts,
+    SharedBlocks,
+    StateLayer,
+    layer_counts,
+    shared_blocks,
+    state_layer,
+    with_plain_keys,
+)
 
 _TIED_BY_DEFAULT = ("gemma", "cohere")
 _WITH_QKV_BIAS = ("qwen2",)
@@ -27,6 +35,7 @@ class ModelShape:
     shared_experts: of the experts, those that every token uses.
     dense_mlps:     of the layers with an MLP, those in a model with experts that have a single one, of size `dense_inner`.
     state:          of a recurrent or hybrid model.
+    blocks:         of a model whose layers share their attention and MLPs; None of others.
     kv_entries:     a key and a value of one head.
     latent:         entries of a token's latent and rope key, from which keys and values are expanded (MLA), and of its key for an
                     index; 0 if there is no latent.
@@ -50,6 +59,7 @@ class ModelShape:
     dense_mlps: int = 0
     dense_inner: int = 0
     state: StateLayer | None = None
+    blocks: SharedBlocks | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelShape":
@@ -68,11 +78,11 @@ class ModelShape:
             return int(found)
 
         width, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head", "n_heads")
-        experts = size("num_experts", "num_local_experts", "n_routed_experts", default=0)
+        experts = size("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", default=0)
         inner = dense_inner(text, size("intermediate_size", "block_ff_dim", "n_inner", "ffn_dim", default=4 * width))
         expert = size("moe_intermediate_size", default=inner)
         shared = size(
-            *("n_shared_experts", "num_shared_experts"),
+            *("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
             default=math.ceil(size("shared_expert_intermediate_size", default=0) / expert),
         )
         kinds = text.get("layers_block_type") or text.get("hybrid_override_pattern")  # which has no number of layers
@@ -82,7 +92,8 @@ class ModelShape:
         num_dense = min(dense_mlps(text, layers), counts.mlp) if experts else 0
         if num_dense == counts.mlp:
             experts = 0
-        head_dim = size("head_dim", default=width // heads)
+        active = size("num_experts_per_tok", "num_experts_per_token", "moe_k", default=1)
+        head_dim = size("head_dim", "attention_head_dim", default=width // heads)
         rank, rope = size("kv_lora_rank", default=0), size("qk_rope_head_dim", default=0)
         indexed = size("index_head_dim", default=0)
         expanded = size("qk_nope_head_dim", default=0) + rope + size("v_head_dim", default=0)
@@ -100,11 +111,12 @@ class ModelShape:
             latent=rank + rope + indexed if rank else 0,
             tied=bool(text.get("tie_word_embeddings", model_type.startswith(_TIED_BY_DEFAULT))),
             experts=experts + shared if experts else 1,
-            active_experts=size("num_experts_per_tok", "num_experts_per_token", default=1) + shared if experts else 1,
+            active_experts=active + shared if experts else 1,
             shared_experts=shared if experts else 0,
             dense_mlps=num_dense if experts else 0,
             dense_inner=inner if experts else 0,
             state=state,
+            blocks=shared_blocks(text, width),
         )
 
     @property
@@ -113,7 +125,16 @@ class ModelShape:
         bias = queries + 2 * keys if self.model_type.startswith(_WITH_QKV_BIAS) else 0
         norms = 2 * self.head_dim if self.model_type.startswith(_WITH_QK_NORM) else 0
         gate = self.width * queries if self.model_type.startswith(_WITH_OUTPUT_GATE) else 0
-        return 2 * self.width * (queries + keys) + gate + bias + norms
+        inputs, own = (self.width, 0) if self.blocks is None else (self.blocks.input_width, self.blocks.own_parameters)
+        return inputs * (queries + 2 * keys) + self.width * queries + gate + bias + norms + own
+
+    @property
+    def repeated_parameters(self) -> int:
+        """Of shared blocks, which the model holds once: what counting them in each layer that uses one adds."""
+        if self.blocks is None:
+            return 0
+        block = self.attention_parameters - self.blocks.own_parameters + self.mlp_parameters
+        return (self.counts.attention - self.blocks.number) * block
 
     @property
     def mlp_parameters(self) -> int:
@@ -151,14 +172,15 @@ class ModelShape:
 
     @cached_property
     def layer_parameters(self) -> int:
-        """On average, rounded."""
+        """That the model holds, on average, rounded."""
         return round(self._all_layer_parameters / self.layers)
 
     @cached_property
     def _all_layer_parameters(self) -> int:
         mlps = round(self.layers * self.used_mlp_parameters(self.experts))
         routers = (self.counts.mlp - self.dense_mlps) * self.router_parameters
-        return round(self.layers * self.mixer_parameters) + mlps + routers + self.layers * self.norm_parameters
+        norms = self.layers * self.norm_parameters
+        return round(self.layers * self.mixer_parameters) + mlps + routers + norms - self.repeated_parameters
 
     @property
     def head_parameters(self) -> int:

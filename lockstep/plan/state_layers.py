@@ -45,6 +45,31 @@ class LayerCounts:
     mlp: int
 
 
+@dataclass(frozen=True)
+class SharedBlocks:
+    """Blocks of attention and MLP that several layers use in turn (Zamba).
+
+    number:         of blocks.
+    input_width:    entries per token that queries, keys and values are projected from.
+    own_parameters: of each layer that uses a block: its output projection and its low-rank adapters of the block.
+    """
+
+    number: int
+    input_width: int
+    own_parameters: int
+
+
+def shared_blocks(text: Mapping[str, Any], width: int) -> SharedBlocks | None:
+    """None for models whose layers have their own blocks."""
+    if text.get("model_type") not in ("zamba", "zamba2"):
+        return None
+    inputs, rank = text.get("attention_hidden_size") or 2 * width, text.get("adapter_rank", 0)
+    adapted = rank * (width + 2 * text["intermediate_size"]) if rank else 0
+    if text.get("use_shared_attention_adapter"):
+        adapted += 3 * rank * 2 * inputs
+    return SharedBlocks(text.get("num_mem_blocks", 1), inputs, width * width + adapted)
+
+
 def with_plain_keys(text: Mapping[str, Any]) -> dict[str, Any]:
     """The section `linear_attn_config` of Kimi-Linear, whose layers count from 1, as keys of transformers."""
     section = text.get("linear_attn_config")

@@ -110,6 +110,10 @@ REF = "actor_rollout_ref.ref"
             ],
             f"attention split over ranks is not exact; set {ACTOR}.fsdp_config.ulysses_sequence_parallel_size=1",
         ),
+        (
+            [f"{ROLLOUT}.exact=true", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.fsdp_config.dtype=fp16"],
+            f"exact=true: the reference must compute in the actor's dtype; set {REF}.fsdp_config.dtype=fp16, or",
+        ),
         ([f"{ROLLOUT}.history_drafts.max_draft_tokens=0"], "history_drafts.max_draft_tokens=0: must be greater than 0"),
         ([f"{ROLLOUT}.history_drafts.max_memory_mb=0"], "history_drafts.max_memory_mb=0: must be greater than 0"),
         (
@@ -219,6 +223,22 @@ def test_each_mistake_is_one_problem(minimal: list[str], overrides: list[str], m
         load_config(PPOConfig, [*minimal, *overrides])
     assert len(caught.value.problems) == 1, caught.value
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("actor", "ref", "more"),
+    [
+        ("bf16", "bfloat16", []),
+        ("bf16", "auto", ["trainer.device=cuda"]),
+        ("auto", "float32", ["trainer.device=cpu"]),
+        ("fp16", "auto", ["actor_rollout_ref.model.lora_rank=4"]),  # the actor is the reference
+    ],
+)
+def test_an_exact_reference_computes_in_the_actors_dtype(
+    minimal: list[str], actor: str, ref: str, more: list[str]
+) -> None:
+    dtypes = [f"{ACTOR}.fsdp_config.dtype={actor}", f"{REF}.fsdp_config.dtype={ref}"]
+    load_config(PPOConfig, [*minimal, f"{ROLLOUT}.exact=true", f"{ACTOR}.use_kl_loss=true", *dtypes, *more])
 
 
 def test_folder_without_a_model(minimal: list[str], tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ import hashlib
 import io
 import json
 import pickle
+import socket
 import struct
 import threading
+import time
 import zlib
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ import torch
 from PIL import Image
 
 from lockstep.config.data import DataConfig
+from lockstep.data import image_urls
 from lockstep.data.create_dataset import create_rl_dataset
 from lockstep.data.fingerprint import content_of
 from lockstep.data.image_prompts import place_images
+from lockstep.data.image_urls import fetched
 from lockstep.data.images import ImageError, read_image
 from lockstep.data.loader import create_dataloader
 from lockstep.data.rl_dataset import PromptDataset, RLHFDataset, collate_fn
@@ -272,23 +276,43 @@ def test_photos_are_turned_upright() -> None:
     assert read_image(A).digest == read_image(FILE).digest != picture.digest
 
 
-def test_urls_are_fetched_once_if_allowed(model: Path, tmp_path: Path) -> None:
-    class Pictures(BaseHTTPRequestHandler):
-        num_requests = 0
+class Pictures(BaseHTTPRequestHandler):
+    """/a.png is a picture, /slow.png one that takes long, /to/PORT redirects to /a.png of that port of 127.0.0.1, /ftp to FTP."""
 
-        def do_GET(self) -> None:
-            Pictures.num_requests += 1
-            self.send_response(200 if self.path == "/a.png" else 404)
+    num_requests = 0
+
+    def do_GET(self) -> None:
+        type(self).num_requests += 1
+        if self.path.startswith(("/to/", "/ftp")):
+            kind, port = ("http", self.path[4:]) if self.path != "/ftp" else ("ftp", "21")
+            self.send_response(302)
+            self.send_header("Location", f"{kind}://127.0.0.1:{port}/a.png")
             self.end_headers()
-            self.wfile.write(FILE)
+            return
+        self.send_response(200 if self.path in ("/a.png", "/slow.png") else 404)
+        self.end_headers()
+        for byte in FILE if self.path == "/slow.png" else ():
+            self.wfile.write(bytes([byte]))
+            time.sleep(0.02)
+        self.wfile.write(FILE)
 
-        def log_message(self, *args: Any) -> None:
-            pass
+    def log_message(self, *args: Any) -> None:
+        pass
 
-    server = HTTPServer(("127.0.0.1", 0), Pictures)
+
+@pytest.fixture
+def pictures() -> Iterator[HTTPServer]:
+    Pictures.num_requests = 0
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Pictures)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    config = DataConfig(allow_image_urls=True)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_urls_are_fetched_once_if_allowed(model: Path, tmp_path: Path, pictures: HTTPServer) -> None:
+    url = f"http://127.0.0.1:{pictures.server_port}"
+    config = DataConfig(allow_image_urls=True, allow_private_image_urls=True)
     dataset = dataset_of(
         model, write(tmp_path, {"prompt": "<image>?", "images": [f"{url}/a.png"]}, kind="jsonl"), config
     )
@@ -303,8 +327,82 @@ def test_urls_are_fetched_once_if_allowed(model: Path, tmp_path: Path) -> None:
             dataset_of(
                 model, write(tmp_path, {"prompt": "<image>?", "images": [f"{url}/{path}"]}, kind="jsonl"), config
             )
-    server.shutdown()
-    server.server_close()
+
+
+PRIVATE = (
+    "127.0.0.1",
+    "localhost",
+    "2130706433",
+    "127.0.0%2e1",
+    "169.254.169.254",
+    "10.0.0.1",
+    "100.64.0.1",
+    "224.0.0.1",
+    "[::1]",
+    "[::ffff:7f00:1]",
+)
+
+
+@pytest.mark.parametrize("host", PRIVATE)
+def test_urls_of_private_addresses_are_refused(model: Path, tmp_path: Path, pictures: HTTPServer, host: str) -> None:
+    row = {"prompt": "<image>?", "images": [f"http://{host}:{pictures.server_port}/a.png"]}
+    message = r"row 0, column 'images': image 0 is not fetched: .*not a public address.* set data\.allow_private_image_urls=true"
+    with pytest.raises(ImageError, match=message):
+        dataset_of(model, write(tmp_path, row, kind="jsonl"), DataConfig(allow_image_urls=True))
+    assert Pictures.num_requests == 0
+
+
+@pytest.fixture
+def public_name(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A name of a public address, whose connections reach this machine."""
+    resolve, connect = socket.getaddrinfo, socket.create_connection
+    public = "93.184.215.14"
+
+    def resolved(host: Any, *args: Any, **options: Any) -> Any:
+        return resolve(public if host == "pictures.example" else host, *args, **options)
+
+    def connected(address: tuple[str, int], *args: Any, **options: Any) -> socket.socket:
+        host, port = address
+        return connect(("127.0.0.1" if host in (public, "pictures.example") else host, port), *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    monkeypatch.setattr(socket, "create_connection", connected)
+    return "pictures.example"
+
+
+def test_redirects_to_private_addresses_are_refused(pictures: HTTPServer, public_name: str) -> None:
+    port = pictures.server_port
+    assert fetched(f"http://{public_name}:{port}/a.png") == FILE
+    with pytest.raises(
+        ImageError, match=r"is not fetched: http://pictures.example.*127\.0\.0\.1, which is not a public"
+    ):
+        fetched(f"http://{public_name}:{port}/to/{port}")
+    assert Pictures.num_requests == 2
+    assert fetched(f"http://{public_name}:{port}/to/{port}", allow_private=True) == FILE
+    for allow_private in (False, True):
+        with pytest.raises(ImageError, match=r"cannot be fetched: .*ftp"):
+            fetched(f"http://{public_name}:{port}/ftp", allow_private=allow_private)
+
+
+def test_private_addresses_are_refused_behind_a_proxy(pictures: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{pictures.server_port}")
+    monkeypatch.setenv("no_proxy", "")
+    for host in ("169.254.169.254", "user@127.0.0.1:80", "127.0.0%2e1"):
+        with pytest.raises(ImageError, match="is not fetched"):
+            fetched(f"http://{host}/a.png")
+    assert Pictures.num_requests == 0
+    with pytest.raises(ImageError, match=r"cannot be fetched: .*404"):
+        fetched("http://93.184.215.14/a.png")  # the proxy is asked for the whole URL
+    assert Pictures.num_requests == 1
+
+
+def test_urls_are_limited_in_size_and_time(pictures: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"http://127.0.0.1:{pictures.server_port}"
+    monkeypatch.setattr(image_urls, "TIMEOUT_S", 0.1)
+    with pytest.raises(ImageError, match=r"cannot be fetched: .*not complete after 0\.1 s"):
+        fetched(f"{url}/slow.png", allow_private=True)
+    monkeypatch.setattr(image_urls, "MOST_BYTES", 100)
+    assert fetched(f"{url}/a.png", allow_private=True) == FILE[:101]
 
 
 def test_loader_processes_make_the_same_batches(model: Path, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
+from lockstep.models import gated_delta, linear_kernels
 from tests.models.architectures import tiny_model
 
 MODEL_TYPES = ("qwen3_next", "bamba", "mamba", "lfm2", "kimi_linear")
@@ -32,7 +34,7 @@ for model_type in MODEL_TYPES:
     install_decoder_layers(model)
     with transformers_forward(model):
         torch.save(logits(model), f"{sys.argv[1]}/{model_type}.pt")
-    replaced = [name for name, value in vars(module).items() if type(value).__name__ == "_HalfOnCuda"]
+    replaced = [name for name, value in vars(module).items() if type(value).__name__ == "_Dispatched"]
     assert replaced, model_type
 """
 
@@ -40,6 +42,36 @@ for model_type in MODEL_TYPES:
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.arange(12)[None]).logits
+
+
+class OnCuda(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_delta_rule_without_a_backward_trains_in_torch(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OLMo hybrid calls the functions of transformers' module, unlike the types with our layers."""
+    functions = ModuleType("modeling_olmo_hybrid")
+    for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn"):
+
+        def torch_form(x: torch.Tensor) -> str:
+            return "torch"
+
+        def kernel(x: torch.Tensor) -> str:
+            return "kernel"
+
+        torch_form.__module__ = functions.__name__
+        kernel.__wrapped__ = torch_form  # type: ignore[attr-defined]
+        setattr(functions, name, kernel)
+    linear_kernels._dispatch(functions)
+    monkeypatch.setattr(gated_delta, "has_linear_attention_kernels", lambda: True)
+    monkeypatch.setattr(gated_delta, "trains_with_kernels", lambda: trains)
+    x = torch.zeros(1).half().as_subclass(OnCuda)
+    assert functions.torch_chunk_gated_delta_rule(x) == ("kernel" if trains else "torch")
+    assert functions.causal_conv1d_fn(x) == "kernel"
+    with torch.no_grad():
+        assert functions.torch_chunk_gated_delta_rule(x) == "kernel"
+    assert functions.torch_chunk_gated_delta_rule(torch.zeros(1).half()) == "torch"
 
 
 @pytest.mark.slow

@@ -135,9 +135,29 @@ def test_states_and_cache_are_those_of_the_engine(model_type: str) -> None:
         assert runner is not None
         assert shape.state_bytes(dtype.itemsize) == bytes_per_slot(runner.layer_states()) > 0
         assert (shape.counts.state, shape.counts.attention) == (len(runner.layer_states()), len(runner.layers()))
-        if model_type != "zamba2":  # keys and values of another size than the heads
-            per_token = sum(layer.bytes_per_token for layer in runner.layers().values())
-            assert shape.kv_bytes(dtype.itemsize) == per_token
+        per_token = sum(layer.bytes_per_token for layer in runner.layers().values())
+        assert shape.kv_bytes(dtype.itemsize) == per_token
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("zamba", {"num_hidden_layers": 16}),
+        ("zamba2", {}),
+        ("zamba2", {"num_mem_blocks": 2, "use_shared_attention_adapter": True}),
+        ("ernie4_5_moe", {"num_hidden_layers": 6}),
+        ("ernie4_5_moe", {"num_hidden_layers": 6, "moe_layer_interval": 2, "moe_layer_end_index": 4}),
+    ],
+)
+def test_parameters_of_shared_blocks_and_other_names_of_experts(model_type: str, more: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(model_type, **more)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    shape = ModelShape.from_config(config.to_dict())
+    assert shape.parameters == pytest.approx(expected, rel=0.01)
+    if model_type == "ernie4_5_moe":
+        assert (shape.routed_experts, shape.active_experts) == (64, 6 + 2)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ class HFEngine(ModuleEngine):
                 self._requests.clear()
 
     def add(self, request_id: int, request: GenerationRequest) -> None:
-        check_request_images(request, self.module)
+        check_request_images(request, self.module.config)
         self._requests[request_id] = request
 
     def step(self) -> dict[int, Completion]:

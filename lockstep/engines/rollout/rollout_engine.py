@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.config.actor_rollout_ref import ActorRolloutRefConfig, RolloutConfig
 from lockstep.config.engines import ROLLOUT_ENGINES, RolloutEngineInfo
@@ -173,12 +173,21 @@ class RolloutEngine(ABC):
         """What drafts from history did since the last call (`rollout.history_drafts`)."""
         return {}
 
-    def saved_state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of the engine, as plain data for `utils.state_file`; None for nothing."""
+    def mark_state(self) -> None:  # noqa: B027
+        """Remember what `saved_state` gives now; what follows may be discarded."""
+
+    def saved_state(self, *, marked: bool = False) -> dict[str, Any] | None:
+        """What a checkpoint keeps of the engine, as plain data for `utils.state_file`; None for nothing.
+
+        marked: as it was at the last `mark_state`, if there was one.
+        """
         return None
 
-    def load_states(self, states: Iterable[dict[str, Any]]) -> None:  # noqa: B027
-        """Restore `saved_state` of the engines of all ranks; the last is that of this rank, if it had one."""
+    def load_states(self, own: Iterable[dict[str, Any]], others: Iterable[dict[str, Any]]) -> None:  # noqa: B027
+        """Restore `saved_state` of the engines of all ranks.
+
+        own: those of ranks that are gone, then that of this rank. others: those that other ranks go on with.
+        """
 
     def released_bytes(self) -> int:
         """Device memory that torch counts as allocated although `sleep` released it."""
@@ -274,14 +283,19 @@ def check_request(request: GenerationRequest, max_model_len: int) -> None:
         )
 
 
-def check_request_images(request: GenerationRequest, model: nn.Module) -> None:
+def check_request_images(request: GenerationRequest, hf_config: PretrainedConfig) -> None:
     """ValueError if the model cannot read the request's images, or if they do not fit its placeholders."""
-    config: Any = model.config
-    if request.images is not None and (reason := why_no_images(config)):
-        raise ValueError(f"the prompt has images, which {type(model).__name__} cannot read: {reason}")
-    known = placeholder_ids(config)
-    if request.images is None and (found := [token for token in request.prompt_ids if token in known]):
-        raise ValueError(f"the prompt has {len(found)} placeholder tokens ({found[0]}) of an image, but no image")
+    if request.images is not None and (reason := why_no_images(hf_config)):
+        raise ValueError(f"the prompt has images, which {hf_config.model_type} cannot read: {reason}")
+    check_request_placeholders(request, placeholder_ids(hf_config))
+
+
+def check_request_placeholders(request: GenerationRequest, known: Collection[int]) -> None:
+    """ValueError if the prompt has other placeholders than those of its images. known: all of the model."""
+    own = None if request.images is None else request.images.token_id
+    if others := [token for token in request.prompt_ids if token in known and token != own]:
+        what = "but no image" if request.images is None else f"whose placeholder is token {own}"
+        raise ValueError(f"the prompt has {len(others)} placeholder tokens ({others[0]}) of an image or video, {what}")
     if request.images is not None:
         check_placeholders(request.prompt_ids.count(request.images.token_id), request.images)
 

@@ -27,6 +27,7 @@ from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.model import HFModelConfig
 from lockstep.engines.rollout.rollout_engine import (
     RolloutEngine,
+    check_request_images,
     longest_sequence,
     responses_of,
     stop_tokens,
@@ -73,7 +74,8 @@ class VllmEngine(RolloutEngine):
     def load(self, model: HFModelConfig, key: str, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
         settings = engine_settings(self.config, model, key, dtype, device)
-        self._placeholders = placeholder_ids(load_hf_config(model, key))
+        self._hf_config = load_hf_config(model, key)
+        self._placeholders = placeholder_ids(self._hf_config)
         self._is_processed = settings["logprobs_mode"] == "processed_logprobs"
         vllm = import_vllm()
         _collect_earlier_engines()
@@ -102,6 +104,7 @@ class VllmEngine(RolloutEngine):
         self.finish_update(self.policy_version)
 
     def add(self, request_id: int, request: GenerationRequest) -> None:
+        check_request_images(request, self._hf_config)
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
         if request.images is not None:
             prompt["prompt_token_ids"] = unexpanded(request)

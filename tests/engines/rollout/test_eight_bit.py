@@ -1,7 +1,9 @@
 """The embedded engine with 8-bit weights: its log-probs are those of transformers with rounded products, of the present weights."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 
 from lockstep.engines.rollout import Completion, GenerationRequest
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
+from lockstep.kernels import fp8
 from lockstep.models.decoder import decoder_of
-from lockstep.models.eight_bit import Fp8Weights
+from lockstep.models.eight_bit import Fp8Weights, _warn_if_slow
 from lockstep.models.four_bit import use_4bit_linears
 from tests.engines.rollout.rollout_cases import (
     DEVICES,
@@ -164,6 +167,36 @@ def test_a_base_in_4_bits_is_refused() -> None:
     use_4bit_linears(model, torch.float32)
     with pytest.raises(ValueError, match="its base is in 4 bits already; set null"):
         embedded(model, quantization="fp8")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "reason"),
+    [
+        (torch.bfloat16, (9, 0), ""),
+        (torch.float16, (9, 0), "the model is in float16, .* or actor_rollout_ref.actor.fsdp_config.dtype=bfloat16"),
+        (torch.float32, (9, 0), "the model is in float32"),
+        (torch.bfloat16, (8, 0), "this GPU has no products in 8 bits"),
+    ],
+)
+def test_a_quantised_rollout_that_is_slower_warns(
+    dtype: torch.dtype, capability: tuple[int, int], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(fp8, "_capability", lambda index: capability)
+    weight: Any = SimpleNamespace(device=torch.device("cuda:0"), dtype=dtype)
+    _warn_if_slow(weight)
+    if reason:
+        assert re.search(rf"rollout\.quantization=fp8 makes this rollout slower: {reason}", caplog.text)
+    else:
+        assert not caplog.text
+
+
+@pytest.mark.gpu
+def test_a_quantised_rollout_in_float16_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    engine = embedded(tiny_model(device=device_or_skip("cuda")).half(), quantization="fp8")
+    for _ in range(2):
+        engine.generate(mixed_requests())
+        engine.sleep()
+    assert caplog.text.count("makes this rollout slower: the model is in float16") == 1
 
 
 @pytest.mark.gpu

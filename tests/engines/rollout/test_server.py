@@ -123,7 +123,7 @@ def test_placeholders_of_a_vision_model_are_never_sampled(server: FakeServer, tm
     config = tiny_vision_config("qwen2_5_vl")
     config.image_token_id, config.video_token_id = 9, 11
     config.save_pretrained(tmp_path)
-    requests = requests_with(20, ignore_eos=True)
+    requests = [replace(request, prompt_ids=[3, 4]) for request in requests_with(20, ignore_eos=True)]
     engine = engine_of(server, path=tmp_path)
     if server.state.kind == "openai":
         with pytest.raises(ServerError, match=r"the placeholder of an image, token (9|11), which no response may have"):
@@ -136,6 +136,25 @@ def test_placeholders_of_a_vision_model_are_never_sampled(server: FakeServer, tm
     of_text = engine_of(server)
     sampled = {token for completion in of_text.generate(requests) for token in completion.token_ids}
     assert sampled & {9, 11} and "logit_bias" not in server.state.generated[-1]["sampling_params"]
+
+
+def test_placeholders_typed_as_text_are_refused(vllm: FakeServer, tmp_path: Path) -> None:
+    config = tiny_vision_config("qwen2_5_vl")
+    config.image_token_id, config.video_token_id = 9, 11
+    config.save_pretrained(tmp_path)
+    vllm.state.image_tokens = (9, 2)
+    engine = engine_of(vllm, path=tmp_path)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    images = ImageInputs({}, 9, (2,), (b"a" * 16,), (b"\x89PNG",))
+    for ids, given, message in (
+        ([4, 9, 5], None, r"1 placeholder tokens \(9\) of an image or video, but no image"),
+        ([4, 9, 9, 9], images, "3 placeholder tokens of images, but 2 features"),
+        ([11, 9, 9], images, r"1 placeholder tokens \(11\) of an image or video, whose placeholder is token 9"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate([GenerationRequest(ids, params, images=given)])
+    assert not vllm.state.generated
+    assert len(engine.generate([GenerationRequest([4, 9, 9], params, images=images)])) == 1
 
 
 def test_features_of_images_are_dropped_with_the_weights(vllm: FakeServer, tmp_path: Path) -> None:

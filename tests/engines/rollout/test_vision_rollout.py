@@ -203,10 +203,15 @@ def test_memory_that_does_not_suffice_changes_nothing(qwen: Any) -> None:
 def test_wrong_images_are_refused(qwen: Any) -> None:
     request = requests_with_images(qwen, "qwen2_5_vl")[0]
     engine = embedded(qwen)
-    with pytest.raises(ValueError, match=rf"placeholder tokens \({IMAGE}\) of an image, but no image"):
+    with pytest.raises(ValueError, match=rf"placeholder tokens \({IMAGE}\) of an image or video, but no image"):
         engine.generate([replace(request, images=None)])
     with pytest.raises(ValueError, match="placeholder tokens of images, but 2 features"):
         engine.generate([replace(request, prompt_ids=[*request.prompt_ids, IMAGE])])
+    video = qwen.config.video_token_id
+    with pytest.raises(
+        ValueError, match=rf"1 placeholder tokens \({video}\) of .* video, whose placeholder is token {IMAGE}"
+    ):
+        engine.generate([replace(request, prompt_ids=[video, *request.prompt_ids])])
     assert len(engine.generate([request])) == 1
 
 
@@ -220,7 +225,7 @@ def test_a_model_that_computes_images_differently_is_refused(qwen: Any, monkeypa
 
 def test_a_text_model_refuses_images(qwen: Any) -> None:
     images = requests_with_images(qwen, "qwen2_5_vl")[0].images
-    with pytest.raises(ValueError, match="which Qwen2ForCausalLM cannot read: "):
+    with pytest.raises(ValueError, match="which qwen2 cannot read: "):
         embedded(tiny_model()).generate([GenerationRequest([3, 4], SamplingParams(), images=images)])
 
 

@@ -92,6 +92,17 @@ def check(model: Any, requests: list[GenerationRequest], completions: list[Compl
         assert not set(completion.token_ids) & set(placeholder_ids(model.config))
 
 
+def test_prompts_are_checked_before_vllm_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the other engines."""
+    engine = new_engine()
+    config = tiny_vision_config("qwen2_5_vl")
+    monkeypatch.setattr(engine, "_hf_config", config, raising=False)
+    typed = GenerationRequest([3, config.image_token_id], SamplingParams())
+    with pytest.raises(ValueError, match=r"1 placeholder tokens .* of an image or video, but no image"):
+        engine.add(0, typed)
+    assert not engine.unfinished()
+
+
 @pytest.mark.vllm
 @needs_vllm
 def test_log_probs_equal_transformers(

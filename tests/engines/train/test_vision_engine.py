@@ -214,6 +214,22 @@ def test_adapters_on_names_of_the_tower_are_refused(folder: Path) -> None:
         open_engine(folder, lora_rank=2, target_modules=["qkv"])
 
 
+def test_adapters_on_a_frozen_tower_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    folder = save_tiny_vision("llava", tmp_path / "llava")
+    both = {"lora_rank": 2, "target_modules": r".*\.(q_proj|v_proj)"}
+    message = (
+        r"model\.freeze_vision_tower=true, but .*model\.target_modules puts adapters on \d+ layers of the tower, such as "
+        r"model\.vision_tower\..*[qv]_proj; leave it out \(actor_rollout_ref\.model\.exclude_modules\), or set"
+    )
+    with pytest.raises(ValueError, match=message):
+        open_engine(folder, freeze_vision_tower=True, **both)
+    engine = open_engine(folder, freeze_vision_tower=True, exclude_modules=r".*vision_tower.*", **both)
+    assert all("language_model" in path for path in adapter_layers(engine.model.transformer))
+    engine = open_engine(folder, **both)
+    assert any("vision_tower" in path for path in adapter_layers(engine.model.transformer))
+
+
 def test_a_critic_reads_images_and_is_saved_with_its_tower(folder: Path, tmp_path: Path) -> None:
     critic = open_engine(folder, kind="value")
     batch = batch_for(folder)

@@ -67,7 +67,7 @@ class ImagePrompts:
 
     def find(self, request: GenerationRequest) -> PromptImages | None:
         """Those of a request; ValueError if its placeholders and its images do not match."""
-        check_request_images(request, self._model)
+        check_request_images(request, self._model.config)
         images = request.images
         if images is None:
             return None

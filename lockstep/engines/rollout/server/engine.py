@@ -27,6 +27,7 @@ from lockstep.config.engines import ROLLOUT_ENGINES
 from lockstep.config.model import HFModelConfig
 from lockstep.engines.rollout.rollout_engine import (
     RolloutEngine,
+    check_request_placeholders,
     longest_sequence,
     responses_of,
     stop_tokens,
@@ -124,6 +125,7 @@ class ServerEngine(RolloutEngine):
                 await asyncio.sleep(max(0.0, server.retry_at - asyncio.get_running_loop().time()))
 
     def add(self, request_id: int, request: GenerationRequest) -> None:
+        check_request_placeholders(request, self._placeholders)
         if request.images is not None:
             self._check_images()
         self._start(request_id, self._in_flight(request))
