@@ -12,8 +12,11 @@ from tests.kernels.kernel_device import kernel_device
 
 DEVICE = kernel_device()
 from lockstep.engines.rollout.embedded.cuda.decode_attention import CudaDecodeAttention  # noqa: E402
+from lockstep.engines.rollout.embedded.model_runner import ModelRunner  # noqa: E402
 from lockstep.engines.rollout.embedded.paged_attention import LayerShape, PagedAttention, PagedCache  # noqa: E402
+from lockstep.models.attention import ATTENTION_NAME  # noqa: E402
 from lockstep.models.key_index import KeyIndex  # noqa: E402
+from lockstep.models.known_models import install_decoder_layers  # noqa: E402
 from lockstep.models.latent_attention import LatentKeys  # noqa: E402
 from lockstep.models.layer_options import LayerOptions  # noqa: E402
 from tests.models import architectures  # noqa: E402
@@ -141,3 +144,36 @@ def test_tokens_of_one_step_see_each_other(options: LayerOptions, topk: int | No
     rows = [(sequence, n - left) for sequence, n in enumerate(LENGTHS) for left in (2, 1)]
     out = sequences.decode(cache, rows, options, nowhere=True)
     torch.testing.assert_close(out, torch.cat([e[-2:] for e in expected]), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "deepseek_v32", "glm_moe_dsa", "hy_v4"])
+@torch.no_grad()
+def test_a_model_decodes_as_transformers_computes(model_type: str) -> None:
+    """A prompt of 5 tokens, then a step per token, beside an idle row."""
+    model: Any = architectures.tiny_model(model_type).to(DEVICE)
+    install_decoder_layers(model)
+    torch.manual_seed(0)
+    ids = torch.randint(3, 60, (1, 12), device=DEVICE)
+    expected = model(ids, use_cache=False).logits[0]
+    model.set_attn_implementation(ATTENTION_NAME)
+    runner = ModelRunner(model, SIZE)
+    assert runner.allocate(8) is None and runner.cache is not None
+    blocks = [5, 2, 7]
+    slots = torch.tensor([blocks[p // SIZE] * SIZE + p % SIZE for p in range(12)], device=DEVICE)
+    positions = torch.arange(12, device=DEVICE)
+    prefill = PagedAttention(runner.cache, slots[:5], [], [5])
+    logits = [runner.logits(runner.forward(ids[:, :5], positions[None, :5], prefill))]
+    for p in range(5, 12):
+        context = CudaDecodeAttention(
+            runner.cache.addresses().to(DEVICE),
+            SIZE,
+            torch.tensor([[0, 0, 0], blocks], dtype=torch.int32, device=DEVICE),
+            torch.tensor([1, 0], dtype=torch.int32, device=DEVICE),
+            torch.stack([positions[p], positions[0]]),
+            torch.stack([slots[p], torch.full_like(slots[p], -1)]),
+            max_splits=2,
+            fp8=False,
+        )
+        tokens = torch.stack([ids[:, p], ids[:, 0]], 1)
+        logits.append(runner.logits(runner.forward(tokens, context.positions[None], context))[:1])
+    torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=1e-4)
