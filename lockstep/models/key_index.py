@@ -43,7 +43,10 @@ class KeyIndex:
     def split_keys(self, joined: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         """(N, HK, K, D + E) -> keys (N, HK, K, D) and those of the scorer (N, K, DI)."""
         parts = joined[..., dim:].transpose(1, 2).flatten(2)
-        return joined[..., :dim], parts[..., : self.queries.shape[-1]]
+        keys = joined[..., :dim]
+        if keys.is_cuda:  # whose attention kernels refuse rows that are not aligned
+            keys = keys.contiguous()
+        return keys, parts[..., : self.queries.shape[-1]]
 
     def tokens(self, which: Any) -> "KeyIndex":
         """Of some of the B * T tokens: a slice or an index."""

@@ -80,7 +80,9 @@ OWN_FORWARD: dict[str, str] = {
 }
 """Model types that use the AttentionInterface but cannot compute on packed tokens, and why."""
 
-ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
+INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
+"""The same, in transformers from 5.18 on and before."""
+ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", *INDEXED_LAYERS}
 """Entries of `config.layer_types` that our attention function serves."""
 
 
