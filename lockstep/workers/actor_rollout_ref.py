@@ -416,9 +416,14 @@ class ActorRolloutRefWorker(WeightSyncWorker):
             self.rollout.policy_version = policy_version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_rollout(self, local_path: str) -> None:
-        """What the rollout engine keeps between steps, a file per rank."""
-        state = self.rollout.saved_state()
+    def mark_rollout(self) -> None:
+        """What is generated from here on may be discarded."""
+        self.rollout.mark_state()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_rollout(self, local_path: str, marked: bool = False) -> None:
+        """What the rollout engine keeps between steps, a file per rank. marked: as it was at the last `mark_rollout`."""
+        state = self.rollout.saved_state(marked=marked)
         if state is not None:
             save_state(checkpoint_folder(local_path) / f"rank_{self.rank}", state, owner="the rollout engine")
 
@@ -426,10 +431,12 @@ class ActorRolloutRefWorker(WeightSyncWorker):
     def load_rollout(self, local_path: str) -> None:
         """Every rank gets what all ranks have saved: prompts may come to other ranks now."""
         # ranks that hold the model together load the same, so that they take the same steps
-        own = f"rank_{self.rank - self.rank % self.config.rollout.tensor_model_parallel_size}.json"
-        files = checkpoint_folder(local_path).glob("rank_*.json")
-        in_order = sorted(files, key=lambda file: (file.name == own, file.name))
-        self.rollout.load_states(load_state(file.with_suffix("")) for file in in_order)
+        first = self.rank - self.rank % self.config.rollout.tensor_model_parallel_size
+        folder = checkpoint_folder(local_path)
+        saved = sorted(int(file.stem.removeprefix("rank_")) for file in folder.glob("rank_*.json"))
+        own = [rank for rank in saved if rank >= self.world_size] + [first] * (first in saved)
+        others = [rank for rank in saved if rank not in own]
+        self.rollout.load_states(*((load_state(folder / f"rank_{rank}") for rank in ranks) for ranks in (own, others)))
 
 
 def router_key(config: ActorRolloutRefConfig) -> str | None:

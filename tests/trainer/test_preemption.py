@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lockstep.engines.rollout.rollout_engine import RolloutEngine
@@ -17,6 +18,7 @@ from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.run import preemption
 from lockstep.trainer.run.interrupt import Interrupt
 from lockstep.trainer.run.preemption import Patience
+from lockstep.utils.state_file import load_state
 
 
 def waits(patience: Patience, monkeypatch: pytest.MonkeyPatch, after_s: float) -> float:
@@ -87,6 +89,35 @@ def signalled(original: Callable[..., Any], number: int) -> Callable[..., Any]:
         return original(*args)
 
     return method
+
+
+def test_answers_of_a_discarded_step_are_not_in_the_checkpoint(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lengths of earlier answers decide which sequences start first: a resumed run goes on as an undisturbed one."""
+
+    def lengths_after(name: str, steps: int, status: int) -> dict[str, Any]:
+        settings = [f"trainer.total_training_steps={steps}", "trainer.save_freq=-1", "trainer.val_before_train=false"]
+        folder = tmp_path / name
+        settings += [f"trainer.default_local_dir={folder}", "trainer.preemption_grace_s=0.01", "trainer.test_freq=-1"]
+        assert main([*overrides, *settings]) == status
+        state: dict[str, Any] = load_state(folder / "global_step_1" / "rollout" / "rank_0")["answer_lengths"]
+        return state
+
+    expected = lengths_after("one", 1, 0)
+    generate, calls = RolloutEngine._run, count(1)
+
+    def stopped_after_step_2(*args: Any) -> Any:
+        completions = generate(*args)
+        if next(calls) == 3:  # the first call is the engine's own check
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+        return completions
+
+    monkeypatch.setattr(RolloutEngine, "_run", stopped_after_step_2)
+    found = lengths_after("stopped", 3, 130)
+    assert found["keys"] == expected["keys"]
+    assert np.array_equal(found["counts"], expected["counts"]) and np.array_equal(found["means"], expected["means"])
 
 
 @pytest.mark.slow

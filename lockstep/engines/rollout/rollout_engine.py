@@ -173,12 +173,21 @@ class RolloutEngine(ABC):
         """What drafts from history did since the last call (`rollout.history_drafts`)."""
         return {}
 
-    def saved_state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of the engine, as plain data for `utils.state_file`; None for nothing."""
+    def mark_state(self) -> None:  # noqa: B027
+        """Remember what `saved_state` gives now; what follows may be discarded."""
+
+    def saved_state(self, *, marked: bool = False) -> dict[str, Any] | None:
+        """What a checkpoint keeps of the engine, as plain data for `utils.state_file`; None for nothing.
+
+        marked: as it was at the last `mark_state`, if there was one.
+        """
         return None
 
-    def load_states(self, states: Iterable[dict[str, Any]]) -> None:  # noqa: B027
-        """Restore `saved_state` of the engines of all ranks; the last is that of this rank, if it had one."""
+    def load_states(self, own: Iterable[dict[str, Any]], others: Iterable[dict[str, Any]]) -> None:  # noqa: B027
+        """Restore `saved_state` of the engines of all ranks.
+
+        own: those of ranks that are gone, then that of this rank. others: those that other ranks go on with.
+        """
 
     def released_bytes(self) -> int:
         """Device memory that torch counts as allocated although `sleep` released it."""

@@ -175,6 +175,7 @@ class PPOTrainer:
             self.global_steps += 1
             timing: dict[str, float] = {}
             with self.profiler.step(self.global_steps), marked_timer("step", timing):
+                self._mark_rollout()
                 try:
                     with interrupt.step(), self.audit.step(self.global_steps, self.num_updates, run.last_checkpoint):
                         batch, metrics = self._train_step(prompts, timing)
@@ -184,12 +185,13 @@ class PPOTrainer:
                 self.loader_state = deepcopy(self.train_dataloader.state_dict())
                 tested: dict[str, float] | None = {}
                 if can_validate and run.must_test(self.global_steps, last_step):
+                    self._mark_rollout()
                     with marked_timer("testing", timing):
                         tested = self._validated(interrupt)
             metrics |= (tested or {}) | self._step_metrics(batch, timing)
             metrics |= self.audit.log()
             if tested is None:
-                self._save_checkpoint(metrics, is_tested=False)
+                self._save_checkpoint(metrics, is_tested=False, discards=True)
                 return run.stopped(self.global_steps, interrupt.by)
             stopping = interrupt.requested and self.global_steps < last_step
             unsaved = metrics
@@ -372,7 +374,7 @@ class PPOTrainer:
         if self.source.keeps_prompts:
             self.loader_state = deepcopy(self.train_dataloader.state_dict())
         if unsaved:
-            self._save_checkpoint(unsaved)
+            self._save_checkpoint(unsaved, discards=True)
         return self.run.stopped(self.global_steps, interrupt.by)
 
     def init_workers(self) -> None:
@@ -476,8 +478,21 @@ class PPOTrainer:
         name = self.config.actor_rollout_ref.rollout.name
         return ROLLOUT_ENGINES.info(name).keeps_state and hasattr(self.rollout_wg, "save_rollout")  # a user's class
 
-    def _save_checkpoint(self, metrics: dict[str, Any], is_tested: bool = True) -> None:
-        """metrics: those of the step. is_tested: False if a validation that is due has still to come."""
+    @property
+    def _saves_rollout_state(self) -> bool:
+        """A rollout that generates during updates cannot be asked."""
+        return self._keeps_rollout_state and self.config.trainer.async_mode not in SEPARATE
+
+    def _mark_rollout(self) -> None:
+        """Before what may be discarded."""
+        if self._saves_rollout_state and not self.source.keeps_prompts:
+            self.rollout_wg.mark_rollout()
+
+    def _save_checkpoint(self, metrics: dict[str, Any], is_tested: bool = True, discards: bool = False) -> None:
+        """metrics: those of the step. is_tested: False if a validation that is due has still to come.
+
+        discards: what was generated since `_mark_rollout` is generated again after a resume.
+        """
         step = self.global_steps
         groups = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.use_critic else {})
 
@@ -486,10 +501,9 @@ class PPOTrainer:
                 (folder / name).mkdir()
             for name, group in groups.items():
                 group.save_checkpoint(str(folder / name), step)
-            # a rollout that generates during updates cannot be asked
-            if self._keeps_rollout_state and self.config.trainer.async_mode not in SEPARATE:
+            if self._saves_rollout_state:
                 (folder / ROLLOUT_STATE).mkdir()
-                self.rollout_wg.save_rollout(str(folder / ROLLOUT_STATE))
+                self.rollout_wg.save_rollout(str(folder / ROLLOUT_STATE), discards)
             self.source.save(folder)
             self.audit.probe.save(folder)
 

@@ -214,7 +214,7 @@ def test_the_history_of_other_engines_is_used(model: Any, requests: list[Generat
         engine.generate(part)
         states.append(engine.saved_state())
     fresh, loaded = drafting(model), drafting(model)
-    loaded.load_states(states)
+    loaded.load_states(states[:1], states[1:])
     assert_same(loaded.generate(requests), fresh.generate(requests))
     assert totals(loaded).num_accepted > 2 * totals(fresh).num_accepted
     metrics = loaded.draft_metrics()

@@ -1,6 +1,7 @@
 """How long the answers to each prompt were: what the scheduler expects of the next one."""
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,8 +63,15 @@ class AnswerLengths:
             "means": np.array([mean.value for mean in means], dtype=np.float64),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        keys = [state["keys"][i : i + KEY_BYTES] for i in range(0, len(state["keys"]), KEY_BYTES)]
-        (count, mean), *pairs = zip(state["counts"].tolist(), state["means"].tolist())
-        self._all = _Mean(NUM_LATEST_OF_ALL, count, mean)
-        self._prompts = OrderedDict((key, _Mean(NUM_LATEST, *pair)) for key, pair in zip(keys, pairs, strict=True))
+    def load_states(self, states: Iterable[dict[str, Any]]) -> None:
+        """Replace all by what `state_dict` gave; of a prompt that several know, and over all prompts, the last one counts."""
+        self._prompts.clear()
+        for state in states:
+            keys = [state["keys"][i : i + KEY_BYTES] for i in range(0, len(state["keys"]), KEY_BYTES)]
+            (count, mean), *pairs = zip(state["counts"].tolist(), state["means"].tolist())
+            self._all = _Mean(NUM_LATEST_OF_ALL, count, mean)
+            for key, pair in zip(keys, pairs, strict=True):
+                self._prompts[key] = _Mean(NUM_LATEST, *pair)
+                self._prompts.move_to_end(key)
+        while len(self._prompts) > self.max_prompts:
+            self._prompts.popitem(last=False)

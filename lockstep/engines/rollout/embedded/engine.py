@@ -20,6 +20,7 @@ from lockstep.engines.rollout.embedded import sequence as sequences
 from lockstep.engines.rollout.embedded.answer_lengths import AnswerLengths
 from lockstep.engines.rollout.embedded.block_manager import BlockManager
 from lockstep.engines.rollout.embedded.drafter import Drafter
+from lockstep.engines.rollout.embedded.history import EndedAnswers
 from lockstep.engines.rollout.embedded.memory_limits import MemoryLimits
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import Scheduler
@@ -72,6 +73,7 @@ class EmbeddedEngine(ModuleEngine):
         self.scheduler.expected_length = lambda sequence: self.answer_lengths.expected(sequence.prompt_key)
         self.limits = MemoryLimits(self.scheduler)
         self.drafter = Drafter(config.history_drafts, config.max_num_seqs) if config.history_drafts.enable else None
+        self._marked: tuple[dict[str, Any], EndedAnswers | None] | None = None
         self._model_is_checked = False
         self._logged_limits: set[str] = set()
         self._num_added = 0
@@ -118,18 +120,33 @@ class EmbeddedEngine(ModuleEngine):
     def draft_metrics(self) -> dict[str, float]:
         return {} if self.drafter is None else self.drafter.take_metrics()
 
-    def saved_state(self) -> dict[str, Any]:
-        answers = {} if self.drafter is None else {"answers": self.drafter.history.state_dict()}
-        return {"answer_lengths": self.answer_lengths.state_dict()} | answers
+    def mark_state(self) -> None:
+        self._marked = self._state()
 
-    def load_states(self, states: Iterable[dict[str, Any]]) -> None:
-        history = None if self.drafter is None else self.drafter.history
-        if history is not None:
-            history.clear()
+    def saved_state(self, *, marked: bool = False) -> dict[str, Any]:
+        lengths, answers = self._marked if marked and self._marked is not None else self._state()
+        if self.drafter is None or answers is None:
+            return {"answer_lengths": lengths}
+        return {"answer_lengths": lengths, "answers": self.drafter.history.state_dict(answers)}
+
+    def _state(self) -> tuple[dict[str, Any], EndedAnswers | None]:
+        return self.answer_lengths.state_dict(), None if self.drafter is None else self.drafter.history.ended()
+
+    def load_states(self, own: Iterable[dict[str, Any]], others: Iterable[dict[str, Any]]) -> None:
+        self._marked = None
+        if self.drafter is not None:
+            self.drafter.history.clear()
+        of_others, of_own = self._load_answers(others), self._load_answers(own)
+        self.answer_lengths.load_states(of_own or of_others)
+
+    def _load_answers(self, states: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add their answers to the history, one state after another; returns their lengths."""
+        lengths = []
         for state in states:
-            self.answer_lengths.load_state_dict(state["answer_lengths"])  # those of the last remain
-            if history is not None and "answers" in state:
-                history.add_state(state["answers"])
+            lengths.append(state["answer_lengths"])
+            if self.drafter is not None and "answers" in state:
+                self.drafter.history.add_state(state["answers"])
+        return lengths
 
     @contextmanager
     def serving(self) -> Iterator[None]:

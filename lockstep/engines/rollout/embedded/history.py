@@ -44,6 +44,10 @@ _INDEX_BYTES = 640
 """Bytes of the Python objects that hold a prompt, an answer and an index, without their contents."""
 
 
+EndedAnswers = dict[bytes, list[np.ndarray]]
+"""By prompt. A list is replaced when an answer is added, so that this stays as it is."""
+
+
 def prompt_key(request: GenerationRequest) -> bytes:
     """A digest of the prompt, with its images."""
     ids = request.prompt_ids if request.images is None else content_ids(request.prompt_ids, request.images)
@@ -223,9 +227,13 @@ class AnswerHistory:
         self._used_now.clear()
         self.num_bytes = 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """As plain data for `utils.state_file`; may be called while sequences run."""
-        prompts = {key: list(prompt.answers) for key, prompt in list(self._prompts.items()) if prompt.answers}
+    def ended(self) -> EndedAnswers:
+        """The answers that have ended so far; may be called while sequences run."""
+        return {key: prompt.answers for key, prompt in list(self._prompts.items()) if prompt.answers}
+
+    def state_dict(self, prompts: EndedAnswers | None = None) -> dict[str, Any]:
+        """As plain data for `utils.state_file`. prompts: what `ended` gave earlier; None for all answers so far."""
+        prompts = self.ended() if prompts is None else prompts
         answers = [answer for kept in prompts.values() for answer in kept]
         return {
             "keys": b"".join(prompts),

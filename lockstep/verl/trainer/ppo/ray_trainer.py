@@ -323,11 +323,13 @@ class RayPPOTrainer(PPOTrainer):
         """Write `{step}.jsonl` into the folder."""
         dump_generations(inputs, outputs, gts, scores, {}, reward_extra_infos_dict, dump_path, self.global_steps)
 
-    def _save_checkpoint(self, metrics: dict[str, Any] | None = None, is_tested: bool = True) -> None:
+    def _save_checkpoint(
+        self, metrics: dict[str, Any] | None = None, is_tested: bool = True, discards: bool = False
+    ) -> None:
         if metrics is None:  # called by the `fit` of a program
             self.loader_state = deepcopy(self.train_dataloader.state_dict())
         with self._typed_config():
-            super()._save_checkpoint(metrics or {}, is_tested)
+            super()._save_checkpoint(metrics or {}, is_tested, discards)
 
     def _load_checkpoint(self, resume_from: Path | None = None) -> dict[str, Any]:
         if not isinstance(self.config, PPOConfig):  # called by the `fit` of a program, which does not call `start`
