@@ -1,10 +1,10 @@
-"""`benchmarks/report.py`: runs, results and tables, with a fake benchmark."""
+"""`benchmarks/report.py` and `report_tables.py`: runs, results and tables, with a fake benchmark."""
 
 import json
 import runpy
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -21,7 +21,14 @@ sys.exit(len(failures))
 
 @pytest.fixture(scope="module")
 def report() -> SimpleNamespace:
-    return SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "report.py")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")  # as `python benchmarks/report.py` does
+        return SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "report.py")))
+
+
+@pytest.fixture(scope="module")
+def tables(report: SimpleNamespace) -> ModuleType:
+    return sys.modules[report.write_tables.__module__]
 
 
 @pytest.fixture
@@ -33,13 +40,17 @@ def fake_run(report: SimpleNamespace, tmp_path: Path) -> SimpleNamespace:
 PYTHONS = {"vllm": sys.executable, "trl": sys.executable}
 
 
-def fake_table(report: SimpleNamespace) -> dict[str, object]:
-    row = report.Row("a step", "fake", "step_s", "trl")
+def fake_table(tables: ModuleType) -> dict[str, object]:
+    row = tables.Row("a step", "fake", "step_s", "trl")
     return {"fake": lambda results: [row.text(results, row.label)]}
 
 
 def test_a_run_is_stored_and_becomes_a_row(
-    report: SimpleNamespace, fake_run: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    report: SimpleNamespace,
+    tables: ModuleType,
+    fake_run: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "cpu.json").write_text('{"other": {"figures": {"": {"lockstep": {"step_s": 1.0}}}}}')
@@ -52,12 +63,12 @@ def test_a_run_is_stored_and_becomes_a_row(
     assert set(stored) == {"other", "fake"} and stored["fake"]["figures"][""]["trl"]["step_s"] == 5.0
 
     text = "before\n<!-- report fake -->\nold\n<!-- end -->\nafter\n"
-    page = report.filled(text, report.Results(tmp_path / "results"), fake_table(report))
+    page = tables.filled(text, report.Results(tmp_path / "results"), fake_table(tables))
     assert "old" not in page and page.startswith("before\n") and page.endswith("\nafter\n")
     assert "| a step | 2.00 s, 1.0 GB | TRL 5.00 s | 2.50x |" in page
     assert f"- fake: {result['machine']}, {result['date']}, commit {result['commit']}" in page
     assert "other" not in page
-    assert page == report.filled(page, report.Results(tmp_path / "results"), fake_table(report))
+    assert page == tables.filled(page, report.Results(tmp_path / "results"), fake_table(tables))
 
 
 def test_packages_that_the_caller_has_are_found(
@@ -72,18 +83,22 @@ def test_packages_that_the_caller_has_are_found(
 
 
 def test_a_row_says_that_its_peer_is_missing(
-    report: SimpleNamespace, fake_run: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    report: SimpleNamespace,
+    tables: ModuleType,
+    fake_run: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SIDES", "lockstep")
     results = report.Results(tmp_path)
     results.store(fake_run, report.measure(fake_run, PYTHONS))
-    page = report.filled("<!-- report fake --><!-- end -->", results, fake_table(report))
+    page = tables.filled("<!-- report fake --><!-- end -->", results, fake_table(tables))
     assert "| TRL not measured: ModuleNotFoundError: No module named 'trl' |  |" in page
 
 
-def test_a_table_without_results_says_so(report: SimpleNamespace, tmp_path: Path) -> None:
-    for name in report.TABLES:
-        page = report.filled(f"<!-- report {name} --><!-- end -->", report.Results(tmp_path))
+def test_a_table_without_results_says_so(report: SimpleNamespace, tables: ModuleType, tmp_path: Path) -> None:
+    for name in tables.TABLES:
+        page = tables.filled(f"<!-- report {name} --><!-- end -->", report.Results(tmp_path))
         assert page == f"<!-- report {name} -->\n\nNot measured yet.\n\n<!-- end -->"
 
 
@@ -93,17 +108,17 @@ def test_a_failed_run_is_named(report: SimpleNamespace, tmp_path: Path) -> None:
         report.measure(report.Run("fails", "cpu", f"{tmp_path}/fails.py"), PYTHONS)
 
 
-def test_an_unknown_table_is_an_error(report: SimpleNamespace, tmp_path: Path) -> None:
+def test_an_unknown_table_is_an_error(report: SimpleNamespace, tables: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no table rollouts; it has "):
-        report.filled("<!-- report rollouts --><!-- end -->", report.Results(tmp_path))
+        tables.filled("<!-- report rollouts --><!-- end -->", report.Results(tmp_path))
 
 
-def test_the_pages_have_the_stored_results(report: SimpleNamespace) -> None:
+def test_the_pages_have_the_stored_results(report: SimpleNamespace, tables: ModuleType) -> None:
     """`python benchmarks/report.py --tables` would change nothing, every table is on a page and every result has a run."""
     results = report.Results()
-    pages = [page.read_text() for page in report.PAGES]
-    assert [report.filled(page, results) for page in pages] == pages
-    assert all(any(f"<!-- report {name} -->" in page for page in pages) for name in report.TABLES)
+    pages = [page.read_text() for page in tables.PAGES]
+    assert [tables.filled(page, results) for page in pages] == pages
+    assert all(any(f"<!-- report {name} -->" in page for page in pages) for name in tables.TABLES)
     assert set(results.found) <= {run.name for run in report.RUNS}
 
 
@@ -124,7 +139,7 @@ def test_results_of_the_scripts_become_figures(report: SimpleNamespace) -> None:
     assert report.by_name({"results": [train]}) == {"": {"lockstep": {"tokens_per_s": 5.0, "ms": 1.0, "peak_gb": 2.0}}}
 
 
-def test_tables_of_engines_modes_and_histories(report: SimpleNamespace, tmp_path: Path) -> None:
+def test_tables_of_engines_modes_and_histories(report: SimpleNamespace, tables: ModuleType, tmp_path: Path) -> None:
     results = report.Results(tmp_path)
     sides = {"lockstep": {"tokens_per_s": 18000.0}, "vllm": {"tokens_per_s": 15000.0}}
     figures = {
@@ -136,7 +151,7 @@ def test_tables_of_engines_modes_and_histories(report: SimpleNamespace, tmp_path
         "profile-7b": {"": {"products": {"ms": 2.0, "tflops": 500.0}, "copies": {"ms": 1.0}}},
     }
     results.found = {name: {"figures": found} for name, found in figures.items()}
-    rows = [row for name in ("fp8", "exact", "drafts", "memory", "profile") for row in report.TABLES[name](results)]
+    rows = [row for name in ("fp8", "exact", "drafts", "memory", "profile") for row in tables.TABLES[name](results)]
     assert {
         "| weights | 24,000 tokens/s, log-probs differ by 0.100 | 15,000 tokens/s | 1.60x |",
         "| 0.5B | 1.00 s | 1.25 s | 1.25x |",

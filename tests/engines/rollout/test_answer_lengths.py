@@ -1,6 +1,7 @@
 """Lengths of earlier answers, and the order in which the embedded engine starts sequences by them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from lockstep.engines.rollout.embedded.answer_lengths import NUM_LATEST, AnswerL
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.embedded.history import KEY_BYTES, prompt_key
 from lockstep.utils.state_file import load_state, save_state
+from lockstep.workers.actor_rollout_ref import ActorRolloutRefWorker
 from tests.engines.rollout.rollout_cases import VOCAB, embedded, tiny_model
 
 
@@ -146,3 +148,27 @@ def test_key_is_that_of_the_prompt() -> None:
     a = GenerationRequest([1, 2, 3], SamplingParams(max_tokens=4), seed=1)
     b = GenerationRequest([1, 2, 3], SamplingParams(max_tokens=9), seed=2)
     assert prompt_key(a) == prompt_key(b) != prompt_key(GenerationRequest([1, 2, VOCAB - 1], SamplingParams()))
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "tp", "own", "others"),
+    [
+        (1, 4, 1, [1], [0, 2, 3]),
+        (1, 2, 1, [2, 3, 1], [0]),  # two ranks are gone
+        (5, 8, 1, [], [0, 1, 2, 3]),  # a new one
+        (1, 2, 2, [2, 3, 0], [1]),  # ranks that hold the model together load the same
+    ],
+)
+def test_which_states_a_rank_goes_on_with(
+    rank: int, world_size: int, tp: int, own: list[int], others: list[int], tmp_path: Path
+) -> None:
+    for saved in range(4):
+        save_state(tmp_path / f"rank_{saved}", {"rank": saved}, owner="the rollout engine")
+    found: list[list[int]] = []
+    rollout = SimpleNamespace(
+        load_states=lambda *states: found.extend([state["rank"] for state in given] for given in states)
+    )
+    config = SimpleNamespace(rollout=SimpleNamespace(tensor_model_parallel_size=tp))
+    worker: Any = SimpleNamespace(rank=rank, world_size=world_size, config=config, rollout=rollout)
+    ActorRolloutRefWorker.load_rollout(worker, str(tmp_path))
+    assert found == [own, others]
