@@ -25,19 +25,21 @@ VLLM_VENV := .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 ENVIRONMENTS_VENV := .venv-environments
 VERIFIERS_VENV := .venv-verifiers
+LONG ?= slow and not megatron
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist loadfile --durations 20 --durations-min 5
 
-.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm vllm-exists test-environments lint docs package chaos hangs soak format docs-config clean
+.PHONY: setup demo test test-all test-megatron test-deepspeed test-vllm setup-vllm vllm-exists test-environments lint docs package chaos hangs soak format docs-config clean
 
 setup: $(READY)
 
-# Install the pinned torch first, so that no other package selects a version.
+# Install the pinned torch first, so that no other package selects a version. Compiling all modules takes longer than installing them,
+# and few are imported: Python compiles those.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "$(PYTHON) is older than 3.11; use another one: make setup PYTHON=python3.11"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-compile $(TORCH)
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: setup
@@ -60,7 +62,7 @@ test: lint
 	$(BIN)/pytest -m "not slow and not megatron and not deepspeed" $(PYTEST_ARGS)
 
 test-all: test
-	$(BIN)/pytest -m "slow and not megatron and not deepspeed" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "($(LONG)) and not deepspeed" $(PYTEST_ARGS)
 
 # Both train on CPU processes over gloo.
 test-megatron test-deepspeed: export OMP_NUM_THREADS := 1
@@ -74,19 +76,21 @@ test-deepspeed: $(DEEPSPEED_READY)
 # A source distribution, whose setup.py imports torch. DS_BUILD_OPS=0 builds none of its kernels.
 $(DEEPSPEED_READY): $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel
-	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[deepspeed]'
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --no-compile -c constraints.txt --no-build-isolation -e '.[deepspeed]'
 	touch $@
 
 # vLLM pins other versions of numpy and of its own dependencies than constraints.txt. torchvision, torchaudio and torchcodec are built
 # for another torch and break the import of transformers; models that read images need torchvision.
 $(VLLM_READY): pyproject.toml constraints.txt $(VLLM_VENV)/bin/python
-	$(VLLM_VENV)/bin/python -m pip install -q $(TORCH) $(VLLM) -e '.[ray]' 'pytest>=8' 'hypothesis>=6.100'
+	$(VLLM_VENV)/bin/python -m pip install -q --no-compile $(TORCH) $(VLLM) -e '.[ray]' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100'
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchaudio torchcodec
 	$(VLLM_VENV)/bin/python tests/repair_torchvision.py
 	touch $@
 
 $(VLLM_VENV)/bin/python:
 	$(PYTHON) -m venv $(VLLM_VENV)
+
+setup-vllm: $(VLLM_READY)
 
 # Fails, with pip's reason, if there is no vLLM for this interpreter and machine.
 vllm-exists: $(VLLM_VENV)/bin/python
@@ -95,15 +99,15 @@ vllm-exists: $(VLLM_VENV)/bin/python
 test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: export PYTHONDONTWRITEBYTECODE :=
 test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/pytest -m vllm --durations 10 tests/engines/rollout tests/weight_sync tests/workers tests/trainer/test_vllm.py tests/trainer/test_server.py tests/test_engine_check.py
+	$(VLLM_VENV)/bin/pytest -m vllm $(PYTEST_ARGS) tests/engines/rollout tests/weight_sync tests/workers tests/trainer/test_vllm.py tests/trainer/test_server.py tests/test_engine_check.py
 
 # OpenEnv needs mcp 1 and verifiers mcp 2.0.0 and openai 2, so neither fits the development environment or the other one.
 ENVIRONMENT_TESTS := tests/data/test_generated.py tests/agents/environments tests/trainer/test_environments.py tests/docs/test_environments_page.py
 
 $(ENVIRONMENTS_VENV)/.ready $(VERIFIERS_VENV)/.ready: $(READY)
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q $(TORCH)
-	$(@D)/bin/python -m pip install -q -e '.[$(patsubst .venv-%,%,$(@D)),ray,serve]' pytest hypothesis openai
+	$(@D)/bin/python -m pip install -q --no-compile $(TORCH)
+	$(@D)/bin/python -m pip install -q --no-compile -e '.[$(patsubst .venv-%,%,$(@D)),ray,serve]' pytest hypothesis openai
 	touch $@
 
 test-environments: export OMP_NUM_THREADS := 1

@@ -31,6 +31,7 @@ choose_matrix_library()  # as in runs: whether a test is the first to load a mod
 ON_SHARED_RAY = (
     "tests/demo/test_calculator.py",
     "tests/docs/test_commands.py::test_one_command_per_page_trains_on_ray",
+    "tests/docs/test_tutorials.py::test_the_tutorial_runs[scaling_out]",
     "tests/examples/test_recipes.py::test_recipe_trains_scaled_down",
     "tests/single_controller/test_contract.py",
     "tests/single_controller/test_message_process.py",
@@ -38,6 +39,10 @@ ON_SHARED_RAY = (
     "tests/single_controller/test_verl_groups.py",
     "tests/single_controller/test_verl_policy_groups.py",
     "tests/trainer/test_async_on_ray.py",
+    "tests/trainer/test_deepspeed.py::test_two_processes",
+    "tests/trainer/test_deepspeed.py::test_a_run_resumes",
+    "tests/trainer/test_megatron.py",
+    "tests/trainer/test_megatron_processes.py::test_a_killed_run_resumes_bit_for_bit[2-tp]",
     "tests/trainer/test_replay_on_ray.py",
     "tests/trainer/test_scale.py",
     "tests/verl/test_seeds.py",

@@ -21,21 +21,19 @@ pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
 from tests.shared_processes import SharedProcesses
 from tests.trainer import test_scale
-from tests.trainer.test_scale import Runs, assert_equal
+from tests.trainer.test_scale import SAVE_STEP_2, STEPS, Runs, assert_equal
 from tests.trainer.test_sft import KILLER
 
 pytestmark = pytest.mark.deepspeed
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref.actor"
-STEPS = 5
 GRPO = [
     "algorithm.adv_estimator=grpo",
     "algorithm.use_kl_in_reward=false",
     f"{ACTOR}.use_kl_loss=true",
     f"{ACTOR}.kl_loss_coef=0.1",
 ]
-LENGTH = [f"trainer.total_training_steps={STEPS}", "trainer.total_epochs=3", "trainer.save_freq=4"]
 
 
 def zero(stage: int) -> list[str]:
@@ -45,7 +43,7 @@ def zero(stage: int) -> list[str]:
         *test_scale.workers(2),
         f"{ACTOR}.strategy=deepspeed",  # critic and reference follow
         *(f"{section}.zero_stage={stage}" for section in sections),
-        *LENGTH,
+        *SAVE_STEP_2,
     ]
 
 
@@ -58,21 +56,21 @@ def runs(tiny_run_files: Path, tmp_path_factory: pytest.TempPathFactory, shared_
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("settings", [[], GRPO], ids=["ppo", "grpo"])
 def test_two_processes_train_as_fsdp_in_one(runs: Runs, settings: list[str], stage: int) -> None:
-    assert_equal(runs(*settings, *zero(stage)), runs(*settings, *LENGTH), STEPS)
+    assert_equal(runs(*settings, *zero(stage)), runs(*settings))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_processes_decode_with_one_copy_of_the_weights(runs: Runs, stage: int) -> None:
     split = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
-    assert_equal(runs(*zero(stage), split), runs(*LENGTH), STEPS)
+    assert_equal(runs(*zero(stage), split), runs())
 
 
 @pytest.mark.parametrize(("before", "after"), [(3, 3), (3, 1), (2, None), (None, 2)])
 def test_a_run_resumes_at_another_stage_or_engine(runs: Runs, before: int | None, after: int | None) -> None:
-    settings: dict[int | None, list[str]] = {None: LENGTH} | {stage: zero(stage) for stage in (1, 2, 3)}
-    saved = runs(*settings[before]).folder / "global_step_4"
+    settings: dict[int | None, list[str]] = {None: []} | {stage: zero(stage) for stage in (1, 2, 3)}
+    saved = runs(*settings[before]).folder / "global_step_2"
     resumed = runs(*settings[after], "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
-    assert_equal(resumed, runs(*settings[before]), steps=STEPS - 4)
+    assert_equal(resumed, runs(*settings[before]), steps=STEPS - 2)
 
 
 def test_a_killed_run_resumes_bit_for_bit(overrides: list[str], tmp_path: Path) -> None:

@@ -12,12 +12,9 @@ pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 from tests.engines.train.test_megatron_ranks import save_family
 from tests.shared_processes import SharedProcesses
 from tests.trainer import test_scale
-from tests.trainer.test_scale import DYNAMIC, Runs, assert_equal, workers
+from tests.trainer.test_scale import DYNAMIC, SAVE_STEP_2, STEPS, Runs, assert_equal, workers
 
 ACTOR, REF, MODEL, ROLLOUT = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "model", "rollout"))
-STEPS = 5
-SHORT = ["trainer.total_training_steps=3"]
-LENGTH = [f"trainer.total_training_steps={STEPS}", "trainer.total_epochs=3", "trainer.save_freq=4"]
 GRPO = [
     "algorithm.adv_estimator=grpo",
     "algorithm.use_kl_in_reward=false",
@@ -60,19 +57,18 @@ def runs(tiny_run_files: Path, tmp_path_factory: pytest.TempPathFactory, shared_
     return runs
 
 
-@pytest.mark.parametrize("layout", ["local", "2-tp"])
-def test_a_short_run(runs: Runs, layout: str) -> None:
-    assert_equal(runs(*LAYOUTS[layout], *SHORT, "trainer.save_freq=3"), runs(*SHORT, "trainer.save_freq=3"), 3)
+QUICK = ("local", "2-tp")
+"""In `make test`; the others are marked."""
 
 
-@many
 @pytest.mark.parametrize(
     ("settings", "layout"),
-    [([], layout) for layout in LAYOUTS] + [(GRPO, layout) for layout in ("local", "2-tp", "2-pp", "4-tp-pp")],
+    [pytest.param([], layout, marks=[] if layout in QUICK else many) for layout in LAYOUTS]
+    + [pytest.param(GRPO, layout, marks=many) for layout in ("local", "2-tp", "2-pp", "4-tp-pp")],
     ids=lambda value: value if isinstance(value, str) else "grpo" if value else "ppo",
 )
 def test_every_layout_trains_as_fsdp_in_one_process(runs: Runs, settings: list[str], layout: str) -> None:
-    assert_equal(runs(*settings, *LAYOUTS[layout], *LENGTH), runs(*settings, *LENGTH), STEPS)
+    assert_equal(runs(*settings, *LAYOUTS[layout], *SAVE_STEP_2), runs(*settings))
 
 
 @many
@@ -81,10 +77,10 @@ def test_every_layout_trains_as_fsdp_in_one_process(runs: Runs, settings: list[s
     [("2-tp", "2-tp"), ("2-tp", "2-pp"), ("4-tp-pp", "local"), ("2-dp", "4-pp-dp"), ("2-pp", None), (None, "4-tp-dp")],
 )
 def test_a_run_resumes_in_another_layout_or_engine(runs: Runs, before: str | None, after: str | None) -> None:
-    settings: dict[str | None, list[str]] = {None: []} | LAYOUTS
-    saved = runs(*settings[before], *LENGTH).folder / "global_step_4"
-    resumed = runs(*settings[after], *LENGTH, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
-    assert_equal(resumed, runs(*settings[before], *LENGTH), steps=STEPS - 4)
+    settings: dict[str | None, list[str]] = {None: []} | {name: [*own, *SAVE_STEP_2] for name, own in LAYOUTS.items()}
+    saved = runs(*settings[before]).folder / "global_step_2"
+    resumed = runs(*settings[after], "trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}")
+    assert_equal(resumed, runs(*settings[before]), steps=STEPS - 2)
 
 
 @many
@@ -97,8 +93,8 @@ def test_experts_on_several_ranks(
     folder = runs.folder / "experts"
     if not folder.exists():
         save_family(folder, "qwen3_moe")
-    settings = [*GRPO, f"{MODEL}.path={folder}", *SHORT, "trainer.save_freq=3"]
-    assert_equal(runs(*settings, *workers(count), *SHORT, *megatron(**sizes)), runs(*settings), 3)  # type: ignore[arg-type]
+    settings = [*GRPO, f"{MODEL}.path={folder}"]
+    assert_equal(runs(*settings, *workers(count), *megatron(**sizes)), runs(*settings))  # type: ignore[arg-type]
 
 
 SEED = """\

@@ -11,6 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lockstep.config.commandline import config_from_command_line
+from lockstep.config.placement import controller_of
+from lockstep.config.ppo import PPOConfig
 from lockstep.trainer import fsdp_sft_trainer, main_ppo
 from tests.metrics import metrics_of, numbers_of
 from tests.programs import Program
@@ -19,6 +22,7 @@ from tests.tiny import save_tiny_model
 pytest.importorskip("megatron.core")
 pytest.importorskip("ray", reason='needs Ray: pip install "lockstep-rl[ray]"')
 
+from tests.shared_processes import OnSharedProcesses
 from tests.trainer.test_megatron import megatron
 from tests.trainer.test_scale import workers
 from tests.trainer.test_sft import KILLER
@@ -33,17 +37,27 @@ ROOT = Path(__file__).parents[2]
     [(megatron(), -signal.SIGKILL), ([*workers(2), *megatron(tp=2)], 1)],
     ids=["local", "2-tp"],
 )
-def test_a_killed_run_resumes_bit_for_bit(overrides: list[str], tmp_path: Path, layout: list[str], code: int) -> None:
-    """On Ray the controller is killed, and the command reports it."""
+def test_a_killed_run_resumes_bit_for_bit(
+    overrides: list[str], tmp_path: Path, layout: list[str], code: int, request: pytest.FixtureRequest
+) -> None:
+    """On Ray the controller is killed, and the command reports it; the other runs share processes."""
     (tmp_path / "killer.py").write_text(KILLER)
     command = [*overrides, *layout, "trainer.total_training_steps=4", "trainer.save_freq=2"]
-    assert main_ppo.main([*command, f"trainer.default_local_dir={tmp_path}/whole"]) == 0
+
+    def train(*settings: str) -> int:
+        config = config_from_command_line([*command, *settings], PPOConfig)
+        assert config is not None
+        if controller_of(config) != "ray":
+            return main_ppo.main([*command, *settings])
+        return OnSharedProcesses(request.getfixturevalue("shared_processes")).run(config)
+
+    assert train(f"trainer.default_local_dir={tmp_path}/whole") == 0
     signals = [*command, f"trainer.logger={tmp_path}/killer.py:Tracker"]
     variables = {"AT_STEP": "3", "BY_SIGNAL": str(signal.SIGKILL.value)}
     killed = Program("lockstep.trainer.main_ppo", signals, tmp_path, **variables)
     assert killed.wait() == code
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert main_ppo.main(command) == 0
+    assert train() == 0
     assert numbers_of(tmp_path / "run") == numbers_of(tmp_path / "whole")
     weights = [tmp_path / run / "global_step_4/actor/huggingface/model.safetensors" for run in ("run", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -20,7 +20,8 @@ from tests.vllm_server import vllm_server
 ROOT = Path(__file__).parents[2]
 ROLLOUT = "actor_rollout_ref.rollout"
 PAGE = (ROOT / "docs" / "servers.md").read_text()
-STEPS = 20
+STEPS = 8
+"""Two epochs."""
 
 
 @pytest.fixture(scope="module")
@@ -129,11 +130,11 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 @pytest.mark.vllm
 @needs_vllm
 def test_trains_with_a_vllm_server(folder: Path, served: str, tmp_path: Path) -> None:
-    steps = [f"trainer.total_training_steps={STEPS}", "trainer.test_freq=10", "trainer.save_freq=-1"]
+    steps = [f"trainer.total_training_steps={STEPS}", "trainer.test_freq=4", "trainer.save_freq=-1"]
     assert main(run_of(folder, served, tmp_path / "run", *steps)) == 0
     rows = rows_of(tmp_path / "run")
     check_rows(rows, STEPS)
-    assert any(name.startswith("val-") for name in rows[9])
+    assert any(name.startswith("val-") for name in rows[3])
 
 
 @pytest.mark.vllm
