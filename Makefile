@@ -1,6 +1,6 @@
 # make setup   create a virtual environment for development
 # make demo    train a small model from scratch on this machine
-# make test    linters, type checks and the tests that a change usually breaks (at most 15 minutes on two cores)
+# make test    linters, type checks and the tests that a change usually breaks (at most 20 minutes on two cores)
 # make test-all  those, and the long tests: integration, Ray, faults
 # make test-megatron  runs and engines of Megatron in many layouts on several processes
 # make test-deepspeed  the tests that need DeepSpeed, which is installed beside the others

@@ -19,7 +19,6 @@ and the exit code is 1.
 """
 
 import argparse
-import json
 import random
 import statistics
 import string
@@ -34,7 +33,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from peers import TRL_START, Figures, finish, in_turn, medians, run_command, run_script
+from peers import TRL_START, Figures, finish, in_turn, medians, run_command, run_script, settings_of
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES, VISION_SHAPES, shape_config
@@ -73,6 +72,10 @@ def reward(completions, **kwargs):
 rows = options["prompts"] * options["samples"]
 vllm = dict(use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=0.3, vllm_max_model_length=options["max_length"])
 settings = vllm if options["vllm"] else {}
+if options["vllm_settings"]:
+    import functools
+    from vllm import LLM
+    LLM.__init__ = functools.partialmethod(LLM.__init__, **options["vllm_settings"])
 generation = {}
 if options["full_length"]:
     generation = {"ignore_eos": True} if options["vllm"] else {"min_new_tokens": options["new_tokens"]}
@@ -254,7 +257,8 @@ def run_trl(
         "micro": args.peer_micro,
         "max_length": prompt_length(args, pictures) + args.new_tokens,
         "vllm": vllm,
-        "settings": peer_settings(args.peer_setting),
+        "settings": settings_of(args.peer_setting),
+        "vllm_settings": settings_of(args.vllm_setting) if vllm else {},
         "output": str(folder / "trl"),
     }
     start = time.time()
@@ -264,11 +268,6 @@ def run_trl(
         "start_s": result["ends"][0] - start,
         "peak_gb": result["peak_gb"],
     }
-
-
-def peer_settings(given: list[str]) -> dict[str, Any]:
-    """KEY=VALUE -> a field of TRL's GRPOConfig; values are JSON."""
-    return {key: json.loads(value) for key, _, value in (setting.partition("=") for setting in given)}
 
 
 def median_step(ends: list[float], first: float) -> float:
@@ -320,6 +319,7 @@ def main() -> None:
         "--full-length", action="store_true", help="ignore the stop token: --new-tokens for all responses"
     )
     parser.add_argument("--peer-setting", action="append", default=[], help="KEY=JSON: a field of TRL's GRPOConfig")
+    parser.add_argument("--vllm-setting", action="append", default=[], help="KEY=JSON: an argument of TRL's vLLM")
     parser.add_argument("--optimizer-offload", action="store_true", help="keep Lockstep's optimizer state on the host")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
     parser.add_argument("--steps", type=int, default=6)

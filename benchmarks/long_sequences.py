@@ -138,6 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--peer", action="append", choices=["trl", "trl+vllm"], default=[])
     parser.add_argument("--only-peer", action="store_true", help="do not run Lockstep")
     parser.add_argument("--peer-setting", action="append", default=[], help="KEY=JSON: a field of TRL's GRPOConfig")
+    parser.add_argument("--vllm-setting", action="append", default=[], help="KEY=JSON: an argument of TRL's vLLM")
     parser.add_argument("--peer-python", default=sys.executable, help="Python interpreter of the environment with TRL")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("overrides", nargs="*", help="of the Lockstep run")

@@ -36,6 +36,11 @@ class Clock(TrainerCallback):
 """First lines of a script for `run_script` that trains with TRL: its options, and a callback that notes when steps end."""
 
 
+def settings_of(given: Sequence[str]) -> dict[str, Any]:
+    """KEY=VALUE with a value in JSON -> an argument of the peer."""
+    return {key: json.loads(value) for key, _, value in (setting.partition("=") for setting in given)}
+
+
 class PeerError(Exception):
     """A peer's run failed; the message is the end of its output."""
 

@@ -33,6 +33,9 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "vllm", "trl")
 GRPO_7B = "grpo_step.py --shape 7b --prompts 16 --samples 8 --prompt-tokens 256 --new-tokens 512 --checkpointing --max-tokens 16384"
 
+GATED_DELTA_IN_VLLM = "--vllm-setting 'gdn_prefill_backend=\"triton\"'"
+"""Its default on Hopper needs flashinfer, which compiles when it runs."""
+
 Figures = dict[str, dict[str, Side]]
 """Case -> side (lockstep, a peer, or a phase) -> figure -> number."""
 Result = dict[str, Any]
@@ -172,10 +175,10 @@ COMMANDS = {
         "hybrid-7b": "hybrid_cycle.py --shape 7b --cycles 4 --requests 128 actor_rollout_ref.rollout.gpu_memory_utilization=0.4"
         " actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16 actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384"
         " actor_rollout_ref.model.enable_gradient_checkpointing=true",
-        "rollout-hybrid": "rollout.py --shape hybrid-1.5b --peer-python {vllm}",
-        "rollout-moe": "rollout.py --shape qwen3-30b-a3b-quarter --peer-python {vllm}",
-        "grpo-hybrid": "grpo_step.py --shape hybrid-1.5b --prompts 16 --samples 8 --prompt-tokens 512 --new-tokens 1024"
-        " --max-tokens 16384 --peer trl+vllm --peer-micro 8 --peer-python {trl}",
+        "rollout-hybrid": f"rollout.py --shape hybrid-1.5b --requests 128 --peer-python {{vllm}} {GATED_DELTA_IN_VLLM}",
+        "rollout-moe": "rollout.py --shape qwen3-30b-a3b-quarter --requests 128 --peer-python {vllm}",
+        "grpo-hybrid": "grpo_step.py --shape hybrid-1.5b --prompts 16 --samples 8 --max-tokens 16384 --peer trl+vllm --peer-micro 8"
+        f" --peer-python {{trl}} {GATED_DELTA_IN_VLLM}",
         "grpo-moe": "grpo_step.py --shape qwen3-30b-a3b-quarter --prompts 16 --samples 8 --checkpointing --max-tokens 16384"
         " --master-dtype bfloat16 --peer trl+vllm --peer-micro 8 --peer-python {trl}",
         "grpo-vl": "grpo_step.py --shape qwen2.5-vl-3b --prompts 16 --samples 8 --prompt-tokens 64 --max-tokens 8192"

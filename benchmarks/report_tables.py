@@ -133,15 +133,15 @@ ROWS: dict[str, list[Row]] = {
         Row("command to the end of the first step, `rollout.name=vllm`", "grpo-vllm", START, "trl+vllm", peer_run="grpo"),
     ],
     "families": [
-        Row("rollout, Gated DeltaNet hybrid, 1.5B, 256 requests of 256 + 256 tokens", "rollout-hybrid", TOKENS, "vllm",
-            "hybrid-1.5b uniform x256"),
-        Row("rollout, a quarter of Qwen3-30B-A3B's layers, 256 requests of 256 + 256 tokens", "rollout-moe", TOKENS, "vllm",
-            "qwen3-30b-a3b-quarter uniform x256"),
-        Row("GRPO step, the hybrid, 16 prompts x 8 samples, 512 + 1024 tokens", "grpo-hybrid", STEP, "trl+vllm"),
+        Row("rollout, Gated DeltaNet hybrid, 1.5B, 128 requests of 256 + 256 tokens", "rollout-hybrid", TOKENS, "vllm",
+            "hybrid-1.5b uniform x128"),
+        Row("rollout, a quarter of Qwen3-30B-A3B's layers, 128 requests of 256 + 256 tokens", "rollout-moe", TOKENS, "vllm",
+            "qwen3-30b-a3b-quarter uniform x128"),
+        Row("GRPO step, the hybrid, 16 prompts x 8 samples, 256 + 256 tokens", "grpo-hybrid", STEP, "trl+vllm"),
         Row("GRPO step, the mixture, 16 prompts x 8 samples, 256 + 256 tokens, bfloat16 masters, gradient checkpointing",
-            "grpo-moe", STEP, "trl+vllm"),
+            "grpo-moe", STEP, "trl+vllm", short="GRPO step, 12 layers of Qwen3-30B-A3B"),
         Row("GRPO step, Qwen2.5-VL-3B, 16 prompts x 8 samples, one picture of 448 x 448 and 64 + 256 tokens", "grpo-vl", STEP,
-            "trl+vllm"),
+            "trl+vllm", short="GRPO step with images, Qwen2.5-VL-3B"),
     ],
     "long": [
         Row("1.5B, all parameters", "long-1.5b", STEP, "trl+vllm", "1.5b", peer_run="long-1.5b-trl"),
@@ -242,7 +242,7 @@ def profile_table(results: "Results") -> list[str]:
 
 def readme_table(results: "Results") -> list[str]:
     header = ["| | Lockstep | peer | faster by |", "|---|---|---|---|"]
-    rows = [row for name in ("gpu", "sft", "cpu") for row in ROWS[name] if row.short]
+    rows = [row for name in ("gpu", "families", "sft", "cpu") for row in ROWS[name] if row.short]
     return [*header, *(row.text(results, row.short) for row in rows)]
 
 

@@ -195,6 +195,7 @@ def vllm(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         options = {"distributed_executor_backend": "uni", "enforce_eager": True}
+    from peers import settings_of
     from vllm import LLM, SamplingParams
 
     folder = args.model
@@ -210,7 +211,7 @@ def vllm(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
         max_model_len=longest.prompt_tokens[1] + longest.new_tokens[1],
         max_num_seqs=longest.requests,
         enable_prefix_caching=False,
-        **options,
+        **options | settings_of(args.vllm_setting),
     )
     greedy = args.model is not None
 
@@ -306,6 +307,7 @@ def run(args: argparse.Namespace, shape: str | None, cases: list[Case]) -> Itera
             command += ["--repeats", str(args.repeats), "--batch-size", str(args.batch_size)]
             command += ["--prefill-tokens", str(args.prefill_tokens)]
             command += ["--shape", shape] if shape else ["--model", args.model]
+            command += [word for setting in args.vllm_setting for word in ("--vllm-setting", setting)]
             if subprocess.run(command, env={**os.environ, "PYTHONPATH": path_here()}).returncode != 0:
                 print(f"{engine} failed; skipping it", file=sys.stderr)
                 continue
@@ -377,6 +379,7 @@ def main() -> None:
     parser.add_argument("--prefill-tokens", type=int, default=16384, help="embedded: tokens per prefill step")
     parser.add_argument("--batch-size", type=int, default=16, help="for transformers")
     parser.add_argument("--peer-python", default=sys.executable, help="Python interpreter of the environment with vLLM")
+    parser.add_argument("--vllm-setting", action="append", default=[], help="KEY=JSON: an argument of vLLM's LLM")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", help="default: bfloat16 on CUDA, else float32")

@@ -81,7 +81,7 @@ OWN_FORWARD: dict[str, str] = {
 """Model types that use the AttentionInterface but cannot compute on packed tokens, and why."""
 
 INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
-"""The same, in transformers from 5.18 on and before."""
+"""Two names of one kind of layer: of transformers from 5.18 on, and of earlier ones."""
 ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", *INDEXED_LAYERS}
 """Entries of `config.layer_types` that our attention function serves."""
 
