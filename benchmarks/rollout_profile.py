@@ -11,6 +11,7 @@ is that of torch's operations, and their number per layer is that of a whole ste
 
 import argparse
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,17 +27,13 @@ from shapes import SHAPES
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-PROFILED = {"prefill": 0, "decode": 1}
-"""Phase -> which of its launches is profiled: the first window of decode steps is shorter than others if sequences are waiting."""
-
 
 @dataclass
 class Phase:
-    """seconds, launches, steps: of a whole rollout. kernels, counts: milliseconds and number by name, of the profiled launch with
+    """seconds, steps: of a whole rollout. kernels, counts: milliseconds and number by name, of the profiled launch with
     `profiled_steps` steps."""
 
     seconds: float = 0.0
-    launches: int = 0
     steps: int = 0
     kernels: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
@@ -49,23 +46,27 @@ class Phase:
 
 
 class LaunchProfile:
-    """Takes the place of the launches of an engine's step loop, and measures them."""
+    """Takes the place of the launches of an engine's step loop, and measures them.
+
+    profiled: phases whose next launch with enough rows is profiled, and how many rows that is.
+    """
 
     def __init__(self, loop: Any, device: str) -> None:
         self.loop = loop
         self.device = device
-        self.phases = {name: Phase() for name in PROFILED}
-        self.is_profiling = False
+        self.profiled: dict[str, int] = {}
+        self.clear()
         prefill, window = loop._run_prefill, loop._run_window
-        loop._run_prefill = lambda *args: self._launch("prefill", lambda: prefill(*args))
-        loop._run_window = lambda *args: self._launch("decode", lambda: window(*args))
+        loop._run_prefill = lambda step, *args: self._launch("prefill", step, lambda: prefill(step, *args))
+        loop._run_window = lambda step, *args: self._launch("decode", step, lambda: window(step, *args))
 
     def clear(self) -> None:
-        self.phases = {name: Phase() for name in PROFILED}
+        self.phases = {name: Phase() for name in ("prefill", "decode")}
 
-    def _launch(self, name: str, launch: Callable[[], None]) -> None:
+    def _launch(self, name: str, step: Any, launch: Callable[[], None]) -> None:
         phase = self.phases[name]
-        if self.is_profiling and phase.launches == PROFILED[name]:
+        if len(step.rows) >= self.profiled.get(name, sys.maxsize):
+            del self.profiled[name]
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device == "cuda" else [])]
             with profile(activities=activities) as profiler:
                 self._timed(phase, launch)
@@ -73,7 +74,6 @@ class LaunchProfile:
             self._add_kernels(phase, profiler.events())
         else:
             self._timed(phase, launch)
-        phase.launches += 1
         phase.steps += self._last_steps(name)
 
     def _last_steps(self, name: str) -> int:
@@ -116,7 +116,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     total_s = time.perf_counter() - started
     times = profiled.phases
     profiled.clear()
-    profiled.is_profiling = True
+    profiled.profiled = {"prefill": 1, "decode": args.requests}
     engine.generate(requests)
     found: dict[str, Any] = {"layers": model.config.num_hidden_layers, "usual_s": usual_s}
     for name, phase in profiled.phases.items():
@@ -141,12 +141,12 @@ def show(console: Console, found: dict[str, Any], args: argparse.Namespace) -> N
     console.print(
         f"{args.shape}, {size}: {found['usual_s']:.3f} s; with launches that wait for the device:", markup=False
     )
-    for name in PROFILED:
+    for name in ("prefill", "decode"):
         phase = found[name]
         steps = f"{phase['steps']} steps of {phase['step_ms']:.2f} ms"
         console.print(f"  {name:7} {phase['seconds']:.3f} s, {steps}, of it kernels {phase['kernel_ms']:.2f} ms")
     console.print(f"  between launches {found['between_s']:.3f} s")
-    for name in PROFILED:
+    for name in ("prefill", "decode"):
         table = Table("ms", "of the kernels", "count", "per layer", "", title=f"{name}: one step")
         phase = found[name]
         for kernel, entry in list(phase["kernels"].items())[: args.top]:
