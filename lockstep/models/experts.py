@@ -1,4 +1,4 @@
-"""The experts of a layer as grouped products. Training and decoding, CPU and CUDA.
+"""The experts of a layer, as grouped products or, for few rows, as tiles of rows. Training and decoding, CPU and CUDA.
 
     tokens ─► sorted by expert ─► gate, up (one product) ─► activation(gate) * up * weight ─► down (one product) ─► sum per token
 
