@@ -194,8 +194,8 @@ def _columns_inner_stages(
 ) -> tuple[int, int, int]:
     """What a program reads of a weight: columns, entries of the inner dimension per iteration, pipeline stages.
 
-    In half precision they take at most 80 KiB of shared memory, so that two or more programs are on a multiprocessor of Hopper, with
-    more bytes under way than its share of the memory's bandwidth needs, and consumer GPUs run them too. No register is spilled on Hopper.
+    In half precision they take at most 80 KiB of shared memory, which consumer GPUs have too. So two or more programs are on a
+    multiprocessor of Hopper, with more bytes under way than its share of the memory's bandwidth needs, and spill no registers.
     """
     if dtype == torch.float32:
         return 64, 32, 2
