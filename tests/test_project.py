@@ -188,7 +188,10 @@ def test_every_test_is_run_by_one_target() -> None:
         folders = [ROOT / place for place in places.split()]
         assert [file for file in marked if not {file, *file.parents} & set(folders)] == []
     calls = (ROOT / ".ci/run").read_text()
-    assert '\nmake test test-all LONG="slow or megatron"\nmake test-deepspeed\n' in calls and "then make test-vllm" in calls
+    assert (
+        '\nmake test test-all LONG="slow or megatron"\nmake test-deepspeed\n' in calls
+        and "then make test-vllm" in calls
+    )
 
 
 def test_the_command_is_the_cli() -> None:

@@ -424,6 +424,7 @@ def test_templates_are_valid_shell() -> None:
             "replay.md",
             "rollout.md",
             "servers.md",
+            "speculation.md",
         )
 
 
