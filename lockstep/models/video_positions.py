@@ -2,10 +2,10 @@
 
     text 0 1 2 | video: time 3 … 3 + t, height 3 … 3 + h, width 3 … 3 + w | text 4 + max(t, h, w) …
 
-Qwen2-VL and Qwen2.5-VL were trained so: text goes on after the largest position of the video. transformers 5.3 and newer go on after
-the larger side of a frame, so that a long video shares positions with the text after it, and `generate` places the tokens that it
-samples elsewhere than a forward of the whole sequence does. Images, and Qwen3-VL, whose frames have one position in time each, are the
-same either way.
+Qwen2-VL and Qwen2.5-VL were trained so: text goes on after the largest position of the video. transformers 5.3 and newer go on
+after the larger side of a frame, so that a long video shares positions with the text after it, and `generate` places the tokens
+that it samples elsewhere than a forward of the whole sequence does. Images, and Qwen3-VL, whose frames have one position in time
+each, are the same either way.
 """
 
 from types import MethodType
