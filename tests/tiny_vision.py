@@ -1,7 +1,7 @@
 """Tiny random vision-language models: a folder with config, weights, tokenizer and processor, made offline.
 
-torchvision is not needed: without it, PIL prepares images, and the folder has no processor of videos (`needs_torchvision`). SmolVLM's processor needs
-num2words (for videos only), hence Idefics3 here.
+torchvision is not needed: without it, PIL prepares images, and the folder has no processor of videos (`needs_torchvision`).
+SmolVLM's processor needs num2words (for videos only), hence Idefics3 here.
 """
 
 from collections.abc import Callable, Sequence
@@ -277,7 +277,11 @@ def chat_template(image: str) -> str:
     return (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
         "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
-        "{% if part['type'] == 'image' %}" + image + "{% elif part['type'] == 'video' %}" + QWEN_VIDEO + "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+        "{% if part['type'] == 'image' %}"
+        + image
+        + "{% elif part['type'] == 'video' %}"
+        + QWEN_VIDEO
+        + "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
         "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )

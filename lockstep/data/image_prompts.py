@@ -316,13 +316,14 @@ class RowImages:
         self.config = config
         self._fetched: dict[str, bytes] = {}  # by URL
         tokenizer = processor.tokenizer
-        own = {tokenizer.convert_ids_to_tokens(self.encoder.token_id)}
-        own |= {getattr(processor, name, None) for name in ("image_token", "boi_token")}
-        videos = {getattr(processor, "video_token", None)}
-        self._own: dict[str, str] = {
-            str(token): f"the model's own token for {kind}s; write {place} instead"
-            for tokens, (place, kind) in zip((own, videos), _KINDS.items())
-            for token in sorted(map(str, tokens - {None, *_KINDS}))
+        images = {tokenizer.convert_ids_to_tokens(self.encoder.token_id)}
+        images |= {getattr(processor, name, None) for name in ("image_token", "boi_token")}
+        own = {PLACEHOLDER: images - {None}, VIDEO_PLACEHOLDER: {getattr(processor, "video_token", None)} - {None}}
+        self._own = sorted(str(token) for tokens in own.values() for token in tokens)
+        self._refused = {
+            str(token): f"the model's own token for {_KINDS[place]}s; write {place} instead"
+            for place, tokens in own.items()
+            for token in tokens - {*_KINDS}
         }
 
     def place(self, row: FileRow, messages: Sequence[Mapping[str, Any]]) -> list[Message]:
@@ -332,24 +333,20 @@ class RowImages:
             with _located(row, name):
                 if columns[kind] is not None and not isinstance(columns[kind], list | tuple):
                     raise ValueError(f"must be a list of {kind}s, not {type(columns[kind]).__name__}")
-        if columns["video"]:
-            self._check_videos(row)
+        if self.encoder.no_videos and (columns["video"] or _asks_for_videos(messages)):
+            raise ValueError(
+                f"{row.location} has videos, or places for them ({VIDEO_PLACEHOLDER}), but {self.encoder.no_videos}"
+            )
         with _located(row, self.config.image_key):
             placed = place_images(messages, columns["image"], columns["video"])
             for text in _texts(placed):
-                for token, what in self._own.items():
+                for token, what in self._refused.items():
                     if token in text:
                         raise ValueError(f"a text contains {token}, {what}")
-        if has_videos(placed):
-            self._check_videos(row)
         for message in placed:
             others = {name: value for name, value in message.items() if name != "content"}
             self.check_text(row, "a message", json.dumps(others, ensure_ascii=False, default=str))
         return placed
-
-    def _check_videos(self, row: FileRow) -> None:
-        if reason := self.encoder.no_videos:
-            raise ValueError(f"{row.location} has videos, or places for them ({VIDEO_PLACEHOLDER}), but {reason}")
 
     @property
     def _columns(self) -> dict[str, str]:
@@ -412,6 +409,19 @@ def _located(row: FileRow, column: str) -> Iterator[None]:
         raise ImageError(f"{row.location}, column {column!r}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{row.location}, column {column!r}: {error}") from error
+
+
+def _asks_for_videos(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether messages that are not placed have places for videos, or videos."""
+
+    def asks(content: Any) -> bool:
+        if isinstance(content, list | tuple):
+            return any(asks(part) for part in content)
+        if isinstance(content, Mapping):
+            return content.get("type") in _VIDEO_TYPES or asks(content.get("text"))
+        return isinstance(content, str) and VIDEO_PLACEHOLDER in content
+
+    return any(asks(message.get("content")) for message in messages)
 
 
 def _texts(messages: Sequence[Message]) -> Iterator[str]:

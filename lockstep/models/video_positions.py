@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 VIDEO = 2
 """Of a token in `mm_token_type_ids`; text is 0, images 1."""
@@ -32,8 +33,9 @@ def continue_after_videos(positions: Tensor, kinds: Tensor) -> Tensor:
     return positions
 
 
-def fix_video_positions(base: Any) -> None:
-    """Let the model's own forward and `generate` do so too. base: the transformers model without its head."""
+def fix_video_positions(model: PreTrainedModel) -> None:
+    """Let the model's own forward and `generate` do so too."""
+    base = model.base_model
     if hasattr(type(base), "get_rope_index"):
         base.get_rope_index = MethodType(_get_rope_index, base)
 

@@ -162,7 +162,7 @@ def test_rows_whose_places_do_not_fit_are_an_error(model: Path, tmp_path: Path, 
 def test_videos_for_a_model_that_reads_none_are_an_error(tmp_path: Path, change: dict[str, Any]) -> None:
     model = save_tiny_vision_model(tmp_path / "model", "llava")
     good = {"prompt": "<image>what?", "images": [as_data_uri(FILE)]}
-    message = r"rows\.jsonl, row 1 (has videos, or places for them \(<video>\), but models of type llava read no videos|.*0 videos)"
+    message = r"rows\.jsonl, row 1 has videos, or places for them \(<video>\), but models of type llava read no videos"
     with pytest.raises(ValueError, match=message):
         dataset_of(model, write(tmp_path, good, good | change, kind="jsonl"))
 
@@ -228,7 +228,7 @@ def test_other_columns_and_pixel_limits(model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.min_pixels=4096 is above data\.max_pixels=1024"):
         dataset_of(model, file, DataConfig(min_pixels=4096, max_pixels=1024))
     fixed = save_tiny_vision_model(tmp_path / "llava", "llava")
-    with pytest.raises(ValueError, match=r"data\.max_pixels=1024: CLIPImageProcessorPil has no such limits"):
+    with pytest.raises(ValueError, match=r"data\.max_pixels=1024: CLIPImageProcessor(Pil)? has no such limits"):
         dataset_of(fixed, file, DataConfig(image_key="pictures", max_pixels=1024))
 
 

@@ -97,7 +97,13 @@ def test_frames_of_a_file_are_sampled_by_its_rate(tmp_path: Path) -> None:
         (2.0, 1): [0, 29],
     }
     for (fps, most), numbers in expected.items():
-        for value in (file, str(file), file.read_bytes(), {"video": str(file)}, {"bytes": file.read_bytes(), "path": None}):
+        for value in (
+            file,
+            str(file),
+            file.read_bytes(),
+            {"video": str(file)},
+            {"bytes": file.read_bytes(), "path": None},
+        ):
             video = read_video(value, sampling=Sampling(fps, most))
             assert numbers_in(video) == list(video.indices) == numbers
             assert (video.num_source, round(video.fps, 6)) == (30, 10)
@@ -118,10 +124,19 @@ def test_options_of_a_video(tmp_path: Path) -> None:
 
 
 def test_a_list_of_frames_is_taken_as_it_is() -> None:
-    forms: list[Any] = [FRAMES, FILES, URIS, [{"bytes": file} for file in FILES], {"video": URIS}, {"video": {"video": URIS}}]
+    forms: list[Any] = [
+        FRAMES,
+        FILES,
+        URIS,
+        [{"bytes": file} for file in FILES],
+        {"video": URIS},
+        {"video": {"video": URIS}},
+    ]
     for form in forms:
         video = read_video(form, sampling=SAMPLING)
-        assert [np.asarray(frame).tolist() for frame in video.frames] == [np.asarray(frame).tolist() for frame in FRAMES]
+        assert [np.asarray(frame).tolist() for frame in video.frames] == [
+            np.asarray(frame).tolist() for frame in FRAMES
+        ]
         assert (video.indices, video.num_source, video.fps) == ((0, 1, 2, 3, 4, 5), 6, 2.0)
     assert read_video({"video": FRAMES, "fps": 5}, sampling=SAMPLING).fps == 5
     assert read_video({"video": FRAMES, "sample_fps": 5.0}, sampling=SAMPLING).fps == 5
@@ -161,7 +176,10 @@ BAD: dict[str, tuple[Any, str]] = {
     "URL": ("https://example.com/a.mp4", r"is a URL .* set data\.allow_image_urls=true"),
     "type": (7, "is of type int; give a list of frames"),
     "no source": ({"fps": 2}, r"has neither frames nor a file \(keys: fps\)"),
-    "unknown key": ({"video": URIS, "max_pixels": 100}, r"has the key 'max_pixels', which is not read .*data\.max_video_pixels"),
+    "unknown key": (
+        {"video": URIS, "max_pixels": 100},
+        r"has the key 'max_pixels', which is not read .*data\.max_video_pixels",
+    ),
     "no number": ({"video": URIS, "fps": 0}, "has fps=0; write a number above 0"),
     "both": ({"video": URIS, "fps": 1, "nframes": 4}, "has both fps and nframes"),
     "extreme aspect ratio": ([as_data_uri(encoded(Image.new("RGB", (1, 500))))], "frame 0 has 1 x 500 pixels"),
@@ -179,9 +197,11 @@ def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = video_file(tmp_path / "a.mp4", 30, 10)
     content = file.read_bytes()
     for bad in (content[:-500], content[:100], b"hello world", FILES[0][:50]):
-        with pytest.raises(ImageError, match="is no video that PyAV decodes|is truncated|has no frames"):
+        with pytest.raises(ImageError, match=r"is no video that PyAV decodes|is truncated|has no frames"):
             read_video(bad, sampling=SAMPLING)
-    with pytest.raises(ImageError, match=r"has 6 frames of 64 x 48, together more than 9216 pixels; .*data\.max_video_frames"):
+    with pytest.raises(
+        ImageError, match=r"has 6 frames of 64 x 48, together more than 9216 pixels; .*data\.max_video_frames"
+    ):
         monkeypatch.setattr(videos, "MOST_FRAME_PIXELS", 3 * 64 * 48)
         read_video(content, sampling=SAMPLING)
 
@@ -211,7 +231,10 @@ def test_samples_are_what_the_processor_makes(tmp_path: Path, model_type: str) -
         (0, "<video>what?", [], [0], [2.0]),
         (2, mixed["prompt"], [FRAMES[0], tiny_image(64, 64)], [1, 2], [2.0, 4.0]),
     ]
-    pads = {"image": "<|vision_start|><|image_pad|><|vision_end|>", "video": "<|vision_start|><|video_pad|><|vision_end|>"}
+    pads = {
+        "image": "<|vision_start|><|image_pad|><|vision_end|>",
+        "video": "<|vision_start|><|video_pad|><|vision_end|>",
+    }
     for row, prompt, images, chosen, rates in cases:
         text = processor.tokenizer.apply_chat_template(
             [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
@@ -256,7 +279,10 @@ def test_all_forms_of_rows_are_the_same_prompt(model: Path, tmp_path: Path) -> N
     rows = [
         {"prompt": "<video>what?", "videos": [URIS]},
         {"prompt": "<video>what?", "videos": [{"video": names, "fps": 2.0}]},
-        {"prompt": [{"role": "user", "content": [{"type": "video"}, text]}], "videos": [{"type": "video", "video": names}]},
+        {
+            "prompt": [{"role": "user", "content": [{"type": "video"}, text]}],
+            "videos": [{"type": "video", "video": names}],
+        },
         {"prompt": [{"role": "user", "content": [{"type": "video", "video": names, "fps": 2}, text]}]},
     ]
     samples = list(dataset_of(model, write(tmp_path, *rows)))
@@ -271,8 +297,10 @@ def test_all_forms_of_rows_are_the_same_prompt(model: Path, tmp_path: Path) -> N
 @needs_torchvision
 def test_bad_videos_name_file_row_and_column(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = {"prompt": "<video>what?", "videos": [URIS]}
-    file = write(tmp_path, good, good | {"videos": [URIS[:1] + ["nowhere.png"]]})
-    with pytest.raises(ValueError, match=r"rows\.jsonl, row 1, column 'videos': video 0 frame 1 no such file: nowhere\.png"):
+    file = write(tmp_path, good, good | {"videos": [[*URIS[:1], "nowhere.png"]]})
+    with pytest.raises(
+        ValueError, match=r"rows\.jsonl, row 1, column 'videos': video 0 frame 1 no such file: nowhere\.png"
+    ):
         dataset_of(model, file)
     assert len(dataset_of(model, file, DataConfig(filter_bad_images=True))) == 1
     assert "dropped 1 of 2 rows with images" in caplog.text

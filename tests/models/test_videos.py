@@ -42,7 +42,7 @@ def test_positions_are_those_by_hand(name: str, tmp_path: Path) -> None:
         image.then(videos_for(name, 2, (3, 2, 2), (5, 1, 1))),
         videos_for(name, 3, (4, 3, 1)).then(image),
     ):
-        ids = prompt_of(name, [5, 6], images) + [8, 9]
+        ids = [*prompt_of(name, [5, 6], images), 8, 9]
         found = rope_positions(model, ids, images)
         assert found is not None
         expected = positions_of(name, ids, images)
@@ -52,7 +52,7 @@ def test_positions_are_those_by_hand(name: str, tmp_path: Path) -> None:
         inputs = {key: value for key, value in inputs.items() if "pixel" not in key}
         theirs, _ = base_of(model).get_rope_index(torch.tensor([ids]), **inputs)
         assert torch.equal(theirs[:, 0], expected) == (name in OF_FRAMES)
-        fix_video_positions(base_of(model))
+        fix_video_positions(model)
         ours, delta = base_of(model).get_rope_index(torch.tensor([ids]), **inputs)
         assert torch.equal(ours[:, 0], expected)
         assert int(delta) == int(expected.max()) + 1 - len(ids) == int(expected[0, -1]) + 1 - len(ids)
@@ -61,7 +61,7 @@ def test_positions_are_those_by_hand(name: str, tmp_path: Path) -> None:
 
 def test_positions_of_padded_rows(tmp_path: Path) -> None:
     model = model_of("qwen2_vl", tmp_path)
-    fix_video_positions(base_of(model))
+    fix_video_positions(model)
     long, short = videos_for("qwen2_vl", 1, (9, 1, 2)), videos_for("qwen2_vl", 2, (2, 1, 1))
     rows = [prompt_of("qwen2_vl", [5], long), prompt_of("qwen2_vl", [5, 6], short)]
     width = max(map(len, rows))
@@ -87,7 +87,11 @@ def test_positions_without_videos_are_kept() -> None:
 def test_features_are_in_the_order_of_placeholders(name: str, tmp_path: Path) -> None:
     """Of an image between two videos, and of the same ones in other prompts."""
     model = model_of(name, tmp_path)
-    image, one, other = images_for(model, name, 1, [(1, 2)]), videos_for(name, 1, (2, 1, 1)), videos_for(name, 2, (3, 1, 2))
+    image, one, other = (
+        images_for(model, name, 1, [(1, 2)]),
+        videos_for(name, 1, (2, 1, 1)),
+        videos_for(name, 2, (3, 1, 2)),
+    )
     with torch.no_grad():
         alone = [image_features(model, [part]) for part in (one, image, other)]
         found = image_features(model, [one.then(image).then(other), image])
@@ -111,7 +115,10 @@ def test_equal_tokens_with_different_videos_share_nothing(tmp_path: Path) -> Non
     assert packed.images is not None and len(packed.images) == 4  # the first video once
     assert packed.placeholders == (90, 93)
     images = batch.get("multi_modal_inputs").tolist()
-    ids = [batch["prompts"][row][batch["attention_mask"][row, : batch["prompts"].shape[1]].bool()].tolist() for row in (0, 2)]
+    ids = [
+        batch["prompts"][row][batch["attention_mask"][row, : batch["prompts"].shape[1]].bool()].tolist()
+        for row in (0, 2)
+    ]
     assert ids[0] == ids[1]
     assert content_ids(ids[0], images[0]) != content_ids(ids[1], images[2])
     with pytest.raises(ValueError, match="6 placeholder tokens of images, but 7 features"):

@@ -12,7 +12,6 @@ from lockstep.engines.rollout.hf import HFEngine
 from lockstep.engines.rollout.sent_images import check_no_videos
 from lockstep.models.model_check import transformers_forward
 from lockstep.models.video_positions import fix_video_positions
-from lockstep.models.vision import base_of
 from tests.engines.rollout.rollout_cases import EOS, PAD, assert_same, embedded, rollout_config
 from tests.engines.rollout.test_vision_rollout import vision_model
 from tests.models.video_families import FAMILIES, VIDEO, own_inputs_of, prompt_of, videos_for
@@ -24,7 +23,7 @@ CASES = [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.sl
 
 def video_model(name: str, folder: Path) -> Any:
     model = vision_model(name, folder, torch.device("cpu"))
-    fix_video_positions(base_of(model))  # as `load_causal_lm` does
+    fix_video_positions(model)  # as `load_causal_lm` does
     return model
 
 
@@ -115,7 +114,9 @@ def test_wrong_videos_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             embedded(model).generate([GenerationRequest(ids, sampling, images=images)])
     request = GenerationRequest([5, VIDEO, VIDEO], sampling, images=video)
-    with pytest.raises(ValueError, match=r"has videos, but rollout.name=vllm has no videos of prompts; set .*name=embedded or hf"):
+    with pytest.raises(
+        ValueError, match=r"has videos, but rollout.name=vllm has no videos of prompts; set .*name=embedded or hf"
+    ):
         check_no_videos(request, "rollout.name=vllm")
 
 
