@@ -20,9 +20,10 @@ from jinja2 import TemplateError
 from lockstep.config.data import ImageDataConfig
 from lockstep.data.files import FileRow
 from lockstep.data.image_urls import fetched
-from lockstep.data.images import ImageError, Picture, data_uri, read_image
+from lockstep.data.images import ImageError, Picture, read_image
 from lockstep.data.videos import Sampling, Video, read_video
 from lockstep.protocol.images import ImageInputs
+from lockstep.utils.data_uri import as_data_uri
 from lockstep.utils.progress import count
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def image_values(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
 def picture_values(messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:
     """The images and videos in the parts of placed messages, in order: ("image" or "video", value)."""
     return [
-        (part["type"], part[part["type"]])
+        (part["type"], part.get(part["type"]))
         for message in messages
         if isinstance(content := message.get("content"), list)
         for part in content
@@ -167,7 +168,7 @@ def with_data_uris(messages: Sequence[Message], pictures: Sequence[AnyPicture]) 
         if not isinstance(content, list):
             return content
         return [
-            part if part["type"] == "text" else {"type": part["type"], part["type"]: data_uri(next(found))}
+            part if part["type"] == "text" else {"type": part["type"], part["type"]: as_data_uri(next(found).file)}
             for part in content
         ]
 

@@ -35,7 +35,7 @@ def continue_after_videos(positions: Tensor, kinds: Tensor) -> Tensor:
 
 def fix_video_positions(model: PreTrainedModel) -> None:
     """Let the model's own forward and `generate` do so too."""
-    base = model.base_model
+    base: Any = model.base_model
     if hasattr(type(base), "get_rope_index"):
         base.get_rope_index = MethodType(_get_rope_index, base)
 

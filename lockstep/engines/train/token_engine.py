@@ -381,8 +381,8 @@ class TokenEngine(TrainEngine):
             raise ValueError(f"the batch has images, but {config.model_type} cannot read them: {why_no_images(config)}")
         if not self.info.reads_images:
             raise ValueError(f"the batch has images: {type(self).__name__} trains on text alone; set strategy=fsdp")
-        if has_videos and (reason := why_no_videos(config.model_type)):
-            raise ValueError(f"the batch has videos: {reason}")
+        if has_videos and (problem := why_no_videos(config.model_type)):
+            raise ValueError(f"the batch has videos: {problem}")
         reason = why_own_forward_with_images(config)
         if reason is None or not self._attends_here:
             return

@@ -50,7 +50,8 @@ def _prepare(agents: Agents, config: PPOConfig, datasets: tuple[Any, ...]) -> bo
         if isinstance(dataset, RLHFDataset):
             for _, row in dataset.rows:
                 is_multi_turn = _is_multi_turn(agents, row)
-                if is_multi_turn and has_videos(row.columns[dataset.config.prompt_key]):
+                sees = dataset.images is not None
+                if is_multi_turn and sees and has_videos(row.columns[dataset.config.prompt_key]):
                     raise ValueError(
                         f"{row.location} has videos, which agents do not read; remove its agent_name (or "
                         "actor_rollout_ref.rollout.agent.default_agent_loop), or the videos"
