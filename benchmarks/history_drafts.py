@@ -6,7 +6,8 @@
 Every sequence has its own prompt, and as history its own answer in which all but the share `--right` of the tokens are replaced by
 random ones. "none" is a history without the prompts: what the search for drafts costs. Plain generation and each history run in
 turn; each figure is the best of `--repeats` runs. "same" is the share of sequences with the tokens of plain generation:
-rounding may change one. `--cpu-time` measures seconds of the processor instead of the clock's, for a machine that others use.
+rounding may change one of a real model; random weights get `zero_logits`. `--cpu-time` measures seconds of the processor instead of
+the clock's, for a machine that others use.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from shapes import SHAPES, shape_config
+from shapes import SHAPES, shape_config, zero_logits
 from transformers import AutoModelForCausalLM
 
 from lockstep.config.actor_rollout_ref import HistoryDraftsConfig, RolloutConfig
@@ -83,6 +84,7 @@ def load_model(args: argparse.Namespace, name: str) -> Any:
         torch.manual_seed(0)
         with torch.device(args.device):
             model = AutoModelForCausalLM.from_config(shape_config(name), **settings)
+        zero_logits(model)
     model = model.to(args.device)
     install_decoder_layers(model)
     pack_weights(model)

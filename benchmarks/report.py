@@ -3,6 +3,7 @@
     python benchmarks/report.py [--only NAME ...]      run those that this machine can run, or only the named ones; write the tables
     python benchmarks/report.py --list                 the names, their commands, and when each was measured
     python benchmarks/report.py --tables               only write the tables from the stored results
+    ... --model DIR --data FILE                        the real model and the prompts of the runs that need them
     ... --vllm-python .vllm/bin/python --trl-python .trl/bin/python    peers in environments of their own
 
     command ─► its JSON ─► results/{cpu,gpu}.json ─► tables between `<!-- report NAME -->` and `<!-- end -->` in README.md and docs/
@@ -36,6 +37,16 @@ GRPO_7B = "grpo_step.py --shape 7b --prompts 16 --samples 8 --prompt-tokens 256 
 GATED_DELTA_IN_VLLM = "--vllm-setting 'gdn_prefill_backend=\"triton\"'"
 """Its default on Hopper needs flashinfer, which compiles when it runs."""
 
+LEARNING = (
+    "--prompts 64 --batch 8 --samples 16 --epochs 3 --new-tokens 1024 --exact"
+    " data.max_prompt_length=256 custom_reward_function.path=examples/reward_smollm2.py"
+    " actor_rollout_ref.model.enable_gradient_checkpointing=false actor_rollout_ref.actor.optim.lr=2e-5"
+    " actor_rollout_ref.actor.use_kl_loss=false actor_rollout_ref.actor.clip_ratio_high=0.28"
+    " actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768"
+    " actor_rollout_ref.rollout.gpu_memory_utilization=0.3 actor_rollout_ref.rollout.max_num_seqs=256"
+)
+"""Of the learning run with and without drafts: 24 steps of 128 answers to easy word problems."""
+
 Figures = dict[str, dict[str, Side]]
 """Case -> side (lockstep, a peer, or a phase) -> figure -> number."""
 Result = dict[str, Any]
@@ -48,7 +59,7 @@ def by_case(found: dict[str, Any]) -> Figures:
     for row in found["results"]:
         side = "lockstep" if row["engine"] == "embedded" else row["engine"]
         numbers = {"tokens_per_s": row["tokens_per_s"], "start_s": row["startup_s"]}
-        numbers |= {"drift": row["drift"]} if row.get("drift") is not None else {}
+        numbers |= {name: row[name] for name in ("drift", "acceptance") if row.get(name) is not None}
         figures.setdefault(row["case"], {})[side] = numbers
     return figures
 
@@ -85,6 +96,18 @@ def by_history(found: dict[str, Any]) -> Figures:
     return {f"x{row['sequences']}": row["histories"] for row in found["results"]}
 
 
+def by_launch(found: dict[str, Any]) -> Figures:
+    """rollout_profile.py: a side per phase, without its kernels by name, and the usual rollout."""
+    phases = {name: found[name] for name in ("prefill", "decode")}
+    kept = {name: {key: value for key, value in phase.items() if key != "kernels"} for name, phase in phases.items()}
+    return {"": kept | {"usual": {"seconds": found["usual_s"]}}}
+
+
+def by_epoch(found: dict[str, Any]) -> Figures:
+    """history_learning.py: a side per epoch, the first is "1"."""
+    return {"": {str(number): epoch for number, epoch in enumerate(found["epochs"], 1)}}
+
+
 def by_class(found: dict[str, Any]) -> Figures:
     """train_profile.py: one side per class of kernels, and the whole step."""
     parts = {name: {key: part[key] for key in ("ms", "tflops") if part[key]} for name, part in found["parts"].items()}
@@ -106,12 +129,14 @@ def alone(found: dict[str, Any]) -> Figures:
 
 READERS = {
     "rollout.py": by_case,
+    "rollout_profile.py": by_launch,
     "grpo_step.py": by_side,
     "sft_step.py": by_side,
     "train_step.py": by_name,
     "train_profile.py": by_class,
     "long_sequences.py": by_run,
     "history_drafts.py": by_history,
+    "history_learning.py": by_epoch,
     "hybrid_cycle.py": by_phase,
     "startup.py": by_controller,
     "simulated_cluster.py": by_ranks,
@@ -123,7 +148,8 @@ READERS = {
 class Run:
     """One command that measures, on a machine with `device`. It writes `summary.json` in `{folder}`.
 
-    command: a script of this folder with its arguments, or `-m lockstep ...`; variables (NAME=value) may come before it.
+    command: a script of this folder with its arguments, or `-m lockstep ...`; variables (NAME=value) may come before it. Other
+             places: `{vllm}` and `{trl}`, Python of a peer; `{model}` and `{data}`, which the caller has to name.
     """
 
     name: str
@@ -183,8 +209,14 @@ COMMANDS = {
         " --master-dtype bfloat16 --peer trl+vllm --peer-micro 8 --peer-python {trl}",
         "grpo-vl": "grpo_step.py --shape qwen2.5-vl-3b --prompts 16 --samples 8 --prompt-tokens 64 --max-tokens 8192"
         " --peer trl+vllm --peer-micro 8 --peer-python {trl}",
+        "phases-0.5b": "rollout_profile.py --shape 0.5b --requests 256",
+        "phases-hybrid": "rollout_profile.py --shape hybrid-1.5b",
+        "phases-moe": "rollout_profile.py --shape qwen3-30b-a3b-quarter",
         "rollout-fp8": "rollout.py --shape 7b --engines embedded embedded-fp8 embedded-fp8-cache vllm --peer-python {vllm}",
         "drafts": "history_drafts.py --shape 0.5b --sequences 1 4 16 64 256 512 --right 0.8 0.95 1.0 --repeats 2",
+        "drafts-ragged": "rollout.py --shape 3b --workload ragged --engines embedded embedded-drafts vllm --right 0.9"
+        " --peer-python {vllm}",
+        "drafts-learning": f"history_learning.py --model {{model}} --data {{data}} --out {{folder}}/runs {LEARNING}",
         "grpo-alone": "grpo_step.py --steps 8 --peer none",
         "grpo-exact": "grpo_step.py --steps 8 --peer none actor_rollout_ref.rollout.exact=true",
         "grpo-7b-alone": f"{GRPO_7B} --master-dtype bfloat16 --steps 4 --peer none",
@@ -235,12 +267,14 @@ class RunError(Exception):
     """A command failed without a result."""
 
 
-def measure(run: Run, pythons: dict[str, str]) -> Result:
-    """Run the command; its result, with what is missing of its peers."""
+def measure(run: Run, places: dict[str, str]) -> Result:
+    """Run the command; its result, with what is missing of its peers. places: in the command, empty if not known."""
+    if missing := [name for name, place in places.items() if not place and f"{{{name}}}" in run.command]:
+        raise RunError(f"{run.name}: give {' and '.join(f'--{name}' for name in missing)}")
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / run.name
         folder.mkdir()
-        variables, arguments = run.words(folder=str(folder), **pythons)
+        variables, arguments = run.words(folder=str(folder), **places)
         load = os.getloadavg()[0] / (os.cpu_count() or 1)
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = os.environ | {"PYTHONPATH": paths} | variables
@@ -251,13 +285,13 @@ def measure(run: Run, pythons: dict[str, str]) -> Result:
         found = json.loads(summary.read_text())
         if run.name == "demo":
             draw_curve(folder)
-    versions = {package: version for package in PACKAGES if (version := version_of(package, pythons))}
-    missing = {side: output.splitlines()[-1] for side, output in found.get("failures", {}).items()}
+    versions = {package: version for package in PACKAGES if (version := version_of(package, places))}
+    failed = {side: output.splitlines()[-1] for side, output in found.get("failures", {}).items()}
     if "{vllm}" in run.command and "vllm" not in versions:
-        missing["vllm"] = "not installed"
+        failed["vllm"] = "not installed"
     return {
         "figures": run.read(found),
-        "missing": missing,
+        "missing": failed,
         "command": run.command,
         "commit": _output("git", "describe", "--always", "--dirty"),
         "date": datetime.date.today().isoformat(),
@@ -305,7 +339,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tables", action="store_true", help="run nothing, only write the tables")
     parser.add_argument("--vllm-python", default=sys.executable, help="Python interpreter of the environment with vLLM")
     parser.add_argument("--trl-python", default=sys.executable, help="Python interpreter of the environment with TRL")
+    parser.add_argument("--model", default="", help="folder of SmolLM2-135M-Instruct, for drafts-learning")
+    parser.add_argument("--data", default="", help="parquet file of its prompts")
     args = parser.parse_args(argv)
+    places = {"vllm": args.vllm_python, "trl": args.trl_python, "model": args.model, "data": args.data}
     results = Results()
     if args.list:
         for run in RUNS:
@@ -319,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for run in [] if args.tables else wanted:
         print(f"{run.name}: {run.command}", flush=True)
         try:
-            results.store(run, measure(run, {"vllm": args.vllm_python, "trl": args.trl_python}))
+            results.store(run, measure(run, places))
         except RunError as error:
             failures.append(str(error))
     write_tables(results)

@@ -33,9 +33,11 @@ def tokens(figures: Side) -> str:
     return f"{figures['tokens_per_s']:,.0f} tokens/s{memory}"
 
 
-def drifting(figures: Side) -> str:
+def engine(figures: Side) -> str:
+    """A form of the embedded engine."""
     drift = f", log-probs differ by {figures['drift']:.3f}" if "drift" in figures else ""
-    return f"{figures['tokens_per_s']:,.0f} tokens/s{drift}"
+    accepted = f", {figures['acceptance']:.2f} accepted" if "acceptance" in figures else ""
+    return f"{figures['tokens_per_s']:,.0f} tokens/s{drift}{accepted}"
 
 
 def step(figures: Side) -> str:
@@ -158,21 +160,43 @@ def comparison(name: str, results: "Results") -> list[str]:
 
 
 def fp8_table(results: "Results") -> list[str]:
-    """rollout.py: each form of the engine and vLLM in the trainer's precision."""
-    lines = [
-        "| rollout, 7B, 256 requests of 256 + 256 tokens | Lockstep | vLLM in bfloat16 | Lockstep is faster by |",
-        "|---|---|---|---|",
-    ]
-    theirs = results.side("rollout-fp8", "vllm", LARGE)
+    forms = {"bfloat16": "lockstep", "weights": "embedded-fp8", "weights and KV cache": "embedded-fp8-cache"}
+    label = "rollout, 7B, 256 requests of 256 + 256 tokens | Lockstep | vLLM in bfloat16"
+    return engines_table(results, "rollout-fp8", LARGE, label, forms)
+
+
+def ragged_table(results: "Results") -> list[str]:
+    forms = {"plain": "lockstep", "drafts, 0.9 of the history right": "embedded-drafts"}
+    label = "rollout, 3B, 192 requests of 64 to 1,024 + 128 to 3,072 tokens | Lockstep | vLLM"
+    return engines_table(results, "drafts-ragged", "3b ragged x192", label, forms)
+
+
+def engines_table(results: "Results", run: str, case: str, label: str, forms: dict[str, str]) -> list[str]:
+    """rollout.py: forms of the embedded engine, by the name of their row, beside vLLM."""
+    lines = [f"| {label} | Lockstep is faster by |", "|---|---|---|---|"]
+    theirs = results.side(run, "vllm", case)
     peer = f"{theirs[TOKENS]:,.0f} tokens/s" if theirs else "not measured"
-    for label, side in (
-        ("bfloat16", "lockstep"),
-        ("weights", "embedded-fp8"),
-        ("weights and KV cache", "embedded-fp8-cache"),
-    ):
-        ours = results.side("rollout-fp8", side, LARGE)
+    for name, side in forms.items():
+        ours = results.side(run, side, case)
         ratio = f"{_faster(ours, theirs, TOKENS)}x" if ours and theirs else ""
-        lines.append(f"| {label} | {drifting(ours) if ours else 'not measured'} | {peer} | {ratio} |")
+        lines.append(f"| {name} | {engine(ours) if ours else 'not measured'} | {peer} | {ratio} |")
+    return lines
+
+
+def learning_table(results: "Results") -> list[str]:
+    """history_learning.py: a row per epoch."""
+    lines = [
+        "| epoch | generation | with drafts | faster by | accepted | of all tokens | tokens per answer | reward | same text |",
+        "|---|" + "---|" * 8,
+    ]
+    for number in (1, 2, 3):
+        if (found := results.side("drafts-learning", str(number))) is None:
+            lines.append(f"| {number} | not measured | | | | | | | |")
+            continue
+        times = f"{found['plain_s']:.1f} s | {found['drafts_s']:.1f} s | {found['faster']:.2f}x"
+        drafts = f"{found['acceptance']:.2f} | {found['drafted_share']:.2f}"
+        answers = f"{found['mean_length']:.0f} | {found['reward']:.3f} | {found['same']:.1%}"
+        lines.append(f"| {number} | {times} | {drafts} | {answers} |")
     return lines
 
 
@@ -237,6 +261,30 @@ def profile_table(results: "Results") -> list[str]:
             cells += [f"{_number(found, 'ms', 1)} ms" if found else "not measured"]
             cells += [f"{found['tflops']:.0f} TFLOP/s" if found and "tflops" in found else ""]
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+PHASED = {
+    "0.5B, 256 requests": "phases-0.5b",
+    "Gated DeltaNet hybrid, 1.5B, 128 requests": "phases-hybrid",
+    "a quarter of Qwen3-30B-A3B's layers, 128 requests": "phases-moe",
+}
+
+
+def phases_table(results: "Results") -> list[str]:
+    """rollout_profile.py."""
+    lines = [
+        "| 256 + 256 tokens | rollout | prefill | of it kernels | decode step | of it kernels |",
+        "|---|---|---|---|---|---|",
+    ]
+    for label, run in PHASED.items():
+        if (usual := results.side(run, "usual")) is None:
+            lines.append(f"| {label} | not measured | | | | |")
+            continue
+        prefill, decode = (results.found[run]["figures"][""][name] for name in ("prefill", "decode"))
+        of_prefill = f"{prefill['seconds']:.2f} s | {prefill['kernel_ms'] * prefill['steps'] / 1e3:.2f} s"
+        of_step = f"{decode['step_ms']:.2f} ms | {decode['kernel_ms']:.2f} ms"
+        lines.append(f"| {label} | {usual['seconds']:.2f} s | {of_prefill} | {of_step} |")
     return lines
 
 
@@ -362,9 +410,12 @@ TABLES: dict[str, Table] = {
     "fp8": fp8_table,
     "exact": exact_table,
     "drafts": drafts_table,
+    "ragged": ragged_table,
+    "learning": learning_table,
     "memory": memory_table,
     "profile": profile_table,
     "limits": limits_table,
+    "phases": phases_table,
 }
 
 

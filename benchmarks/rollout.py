@@ -5,11 +5,13 @@
     ... --engines embedded transformers vllm --peer-python .vllm/bin/python                    vLLM from another environment
     ... --shape 7b --engines embedded embedded-fp8 vllm                                        also with rollout.quantization=fp8
     ... --shape 7b --engines embedded embedded-fp8-cache                                       with rollout.kv_cache_dtype=fp8 too
+    ... --shape 3b --workload ragged --engines embedded embedded-drafts --right 0.9            with rollout.history_drafts
 
 Requests have random prompts and ask for a fixed number of tokens; only those count. Sampled requests return the log-prob of every
 token and have a stop token, so that all engines check for it. transformers gets batches of requests of similar length. Each figure
 is the best of `--repeats` runs after a warm-up run; start-up is from the process's start to the first token. vLLM is skipped if
-`--peer-python` does not have it.
+`--peer-python` does not have it. The history of `embedded-drafts` has the warm-up run's answers, in which all but the share
+`--right` of the tokens are replaced by random ones.
 """
 
 import time
@@ -28,9 +30,13 @@ from dataclasses import asdict, dataclass, field  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from shapes import SHAPES, architecture, shape_config  # noqa: E402
+from shapes import SHAPES, architecture, shape_config, zero_logits  # noqa: E402
 
-WORKLOADS = {"uniform": (256, "256", "256"), "mixed": (512, "256", "16-1024")}
+WORKLOADS = {
+    "uniform": (256, "256", "256"),
+    "mixed": (512, "256", "16-1024"),
+    "ragged": (192, "64-1024", "128-3072"),
+}
 """Requests, prompt tokens and new tokens."""
 
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
@@ -48,8 +54,8 @@ class Case:
 
 @dataclass
 class Result:
-    """seconds: per run after the first. same_tokens: fraction of tokens equal to embedded's, if both are greedy. drift: see
-    `drift_of`; of engines in 8 bits."""
+    """seconds: per run after the first. same_tokens: fraction of tokens equal to embedded's, if both are greedy; with drafts to
+    those of the warm-up run. drift: see `drift_of`; of engines in 8 bits. acceptance: share of the draft tokens that were right."""
 
     engine: str
     case: str
@@ -59,6 +65,7 @@ class Result:
     peak_gb: float | None
     same_tokens: float | None = None
     drift: float | None = None
+    acceptance: float | None = None
     outputs: list[list[int]] = field(default_factory=list, repr=False)
 
     @property
@@ -85,13 +92,12 @@ def make_requests(case: Case, vocab_size: int, seed: int) -> list[Request]:
 Generate = Callable[[list[Request]], list[list[int]]]
 
 
-def embedded(args: argparse.Namespace, longest: Case, **eight_bits: str) -> tuple[Generate, int]:
-    """eight_bits: `quantization` and `kv_cache_dtype` of the rollout."""
+def embedded_engine(args: argparse.Namespace, longest: Case, **settings: Any) -> tuple[Any, Any]:
+    """The engine and its model. settings: of the rollout."""
     from lockstep.kernels.gpu_warmup import start_gpu_warmup
 
     start_gpu_warmup(args.device)
     from lockstep.config.actor_rollout_ref import RolloutConfig
-    from lockstep.engines.rollout import GenerationRequest, SamplingParams
     from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
     from lockstep.models.attention import ATTENTION_NAME
     from lockstep.models.known_models import install_decoder_layers
@@ -100,29 +106,33 @@ def embedded(args: argparse.Namespace, longest: Case, **eight_bits: str) -> tupl
     model = load_model(args, ATTENTION_NAME)
     install_decoder_layers(model)
     pack_weights(model)
-    config = RolloutConfig(
-        prompt_length=longest.prompt_tokens[1],
-        response_length=longest.new_tokens[1],
-        max_num_seqs=longest.requests,
-        max_num_batched_tokens=args.prefill_tokens,
-        seed=0,
-        **eight_bits,
-    )
-    engine = EmbeddedEngine(config, eos_token_ids=(), pad_token_id=0)
+    sizes = {
+        "prompt_length": longest.prompt_tokens[1],
+        "response_length": longest.new_tokens[1],
+        "max_num_seqs": longest.requests,
+        "max_num_batched_tokens": args.prefill_tokens,
+    }
+    engine = EmbeddedEngine(RolloutConfig(**sizes | settings, seed=0), eos_token_ids=(), pad_token_id=0)
     engine.bind(model)
-    greedy = args.model is not None
+    return engine, model
+
+
+def embedded_requests(requests: list[Request], greedy: bool) -> list[Any]:
+    from lockstep.engines.rollout import GenerationRequest, SamplingParams
+
+    temperature, stop = (0.0, ()) if greedy else (1.0, (1,))
+    return [
+        GenerationRequest(r.prompt, SamplingParams(temperature, max_tokens=r.new_tokens, stop_token_ids=stop), i)
+        for i, r in enumerate(requests)
+    ]
+
+
+def embedded(args: argparse.Namespace, longest: Case, **eight_bits: str) -> tuple[Generate, int]:
+    """eight_bits: `quantization` and `kv_cache_dtype` of the rollout."""
+    engine, model = embedded_engine(args, longest, **eight_bits)
 
     def generate(requests: list[Request]) -> list[list[int]]:
-        stop = () if greedy else (1,)
-        completions = engine.generate(
-            [
-                GenerationRequest(
-                    r.prompt, SamplingParams(0.0 if greedy else 1.0, max_tokens=r.new_tokens, stop_token_ids=stop), i
-                )
-                for i, r in enumerate(requests)
-            ]
-        )
-        return [c.token_ids for c in completions]
+        return [c.token_ids for c in engine.generate(embedded_requests(requests, args.model is not None))]
 
     if eight_bits:
         args.drift = drift_of(engine, model)
@@ -136,6 +146,38 @@ def embedded_fp8(args: argparse.Namespace, longest: Case) -> tuple[Generate, int
 
 def embedded_fp8_cache(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
     return embedded(args, longest, quantization="fp8", kv_cache_dtype="fp8")
+
+
+def embedded_drafts(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
+    """The first answers to a prompt are the history of later runs."""
+    import numpy as np
+
+    from lockstep.config.actor_rollout_ref import HistoryDraftsConfig
+    from lockstep.engines.rollout.embedded.history import prompt_key
+
+    drafts = HistoryDraftsConfig(enable=True)
+    at_once = max(longest.requests, 256)  # the key's default: a step with drafts has at most as many tokens
+    engine, model = embedded_engine(args, longest, history_drafts=drafts, max_num_seqs=at_once)
+    if args.model is None:
+        zero_logits(model)
+    rng, vocabulary = np.random.default_rng(args.seed), model.config.vocab_size
+    answers: dict[bytes, list[int]] = {}
+
+    def generate(requests: list[Request]) -> list[list[int]]:
+        asked = embedded_requests(requests, args.model is not None)
+        engine.drafter.history.clear()
+        for request in asked:
+            if (answer := answers.get(prompt_key(request))) is not None:
+                is_right = rng.random(len(answer)) < args.right
+                seen = np.where(is_right, answer, rng.integers(0, vocabulary, len(answer)))
+                engine.drafter.history.add(prompt_key(request), seen)
+        outputs = [c.token_ids for c in engine.generate(asked)]
+        args.acceptance = engine.draft_metrics().get("perf/drafts/acceptance", 0.0)
+        expected = [answers.setdefault(prompt_key(request), tokens) for request, tokens in zip(asked, outputs)]
+        args.same_tokens = shared_tokens(expected, outputs)
+        return outputs
+
+    return generate, vocabulary
 
 
 def drift_of(engine: Any, model: Any) -> float:
@@ -237,6 +279,7 @@ ENGINES = {
     "embedded": embedded,
     "embedded-fp8": embedded_fp8,
     "embedded-fp8-cache": embedded_fp8_cache,
+    "embedded-drafts": embedded_drafts,
     "transformers": transformers,
     "vllm": vllm,
 }
@@ -266,7 +309,7 @@ def work(args: argparse.Namespace) -> None:
         (1, max(c.prompt_tokens[1] for c in cases)),
         (1, max(c.new_tokens[1] for c in cases)),
     )
-    args.drift = None
+    args.drift = args.acceptance = args.same_tokens = None
     generate, vocab_size = ENGINES[args.work](args, longest)
     generate([Request(list(range(min(64, longest.prompt_tokens[1]))), 1)])
     startup = time.perf_counter() - PROCESS_STARTED
@@ -280,8 +323,9 @@ def work(args: argparse.Namespace) -> None:
             seconds.append(time.perf_counter() - started)
         tokens = sum(len(o) for o in outputs)
         kept = outputs if args.model is not None else []
+        figures = {name: getattr(args, name) for name in ("same_tokens", "drift", "acceptance")}
         results.append(
-            Result(args.work, case.name, tokens, seconds[1:], startup, peak_gb(args), drift=args.drift, outputs=kept)
+            Result(args.work, case.name, tokens, seconds[1:], startup, peak_gb(args), outputs=kept, **figures)
         )
     args.out.write_text(json.dumps([asdict(r) for r in results]))
 
@@ -305,7 +349,7 @@ def run(args: argparse.Namespace, shape: str | None, cases: list[Case]) -> Itera
             command = [python, __file__, "--work", engine, "--cases", json.dumps([asdict(c) for c in cases])]
             command += ["--out", str(out), "--device", args.device, "--dtype", args.dtype, "--seed", str(args.seed)]
             command += ["--repeats", str(args.repeats), "--batch-size", str(args.batch_size)]
-            command += ["--prefill-tokens", str(args.prefill_tokens)]
+            command += ["--prefill-tokens", str(args.prefill_tokens), "--right", str(args.right)]
             command += ["--shape", shape] if shape else ["--model", args.model]
             command += [word for setting in args.vllm_setting for word in ("--vllm-setting", setting)]
             if subprocess.run(command, env={**os.environ, "PYTHONPATH": path_here()}).returncode != 0:
@@ -335,8 +379,13 @@ def compare(results: list[Result]) -> None:
     for r in results:
         reference = references.get(r.case)
         if r.outputs and reference and r.engine != "embedded":
-            pairs = [x == y for a, b in zip(reference, r.outputs) for x, y in zip(a, b)]
-            r.same_tokens = sum(pairs) / len(pairs)
+            r.same_tokens = shared_tokens(reference, r.outputs)
+
+
+def shared_tokens(reference: list[list[int]], outputs: list[list[int]]) -> float:
+    """Fraction of equal tokens at the same positions."""
+    pairs = [x == y for a, b in zip(reference, outputs) for x, y in zip(a, b)]
+    return sum(pairs) / len(pairs)
 
 
 def report(results: list[Result], args: argparse.Namespace) -> None:
@@ -344,17 +393,26 @@ def report(results: list[Result], args: argparse.Namespace) -> None:
     from rich.table import Table
 
     table = Table(title=f"{args.dtype} on {args.device}")
-    for column in ("case", "engine", "tokens/s", "seconds", "start-up s", "peak GB", "embedded is", "same tokens"):
+    for column in (
+        "case",
+        "engine",
+        "tokens/s",
+        "seconds",
+        "start-up s",
+        "peak GB",
+        "embedded is",
+        "same tokens",
+        "accepted",
+    ):
         table.add_column(column, justify="left" if column in ("case", "engine") else "right")
     ours = {r.case: r.tokens_per_s for r in results if r.engine == "embedded"}
     for r in results:
         ratio = f"{ours[r.case] / r.tokens_per_s:.2f}x" if r.engine != "embedded" and r.case in ours else ""
         peak = "" if r.peak_gb is None else f"{r.peak_gb:.1f}"
         same = "" if r.same_tokens is None else f"{r.same_tokens:.1%}"
-        best = min(r.seconds)
-        table.add_row(
-            r.case, r.engine, f"{r.tokens_per_s:,.1f}", f"{best:.2f}", f"{r.startup_s:.1f}", peak, ratio, same
-        )
+        accepted = "" if r.acceptance is None else f"{r.acceptance:.2f}"
+        speed = f"{r.tokens_per_s:,.1f}", f"{min(r.seconds):.2f}"
+        table.add_row(r.case, r.engine, *speed, f"{r.startup_s:.1f}", peak, ratio, same, accepted)
     console = Console()
     console.width = max(console.width, 120)
     console.print(table)
@@ -377,6 +435,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", help="per request, N or N-M")
     parser.add_argument("--new-tokens", help="per request, N or N-M")
     parser.add_argument("--prefill-tokens", type=int, default=16384, help="embedded: tokens per prefill step")
+    parser.add_argument("--right", type=float, default=0.9, help="embedded-drafts: share of the history that is right")
     parser.add_argument("--batch-size", type=int, default=16, help="for transformers")
     parser.add_argument("--peer-python", default=sys.executable, help="Python interpreter of the environment with vLLM")
     parser.add_argument("--vllm-setting", action="append", default=[], help="KEY=JSON: an argument of vLLM's LLM")

@@ -180,15 +180,15 @@ def test_the_readme_is_short() -> None:
 def test_every_test_is_run_by_one_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
     quick, slow, *engines = re.findall(r"pytest -m (.+) \$\(PYTEST_ARGS\)(.*)", makefile)
-    rest = "not megatron and not deepspeed"
-    assert (quick, slow) == ((f'"not slow and {rest}"', ""), (f'"slow and {rest}"', ""))
-    assert [marker for marker, _ in engines] == ["megatron", "deepspeed"]
+    assert quick == ('"not slow and not megatron and not deepspeed"', "")
+    assert slow == ('"($(LONG)) and not deepspeed"', "") and "\nLONG ?= slow and not megatron\n" in makefile
+    assert [marker for marker, _ in engines] == ["megatron", "deepspeed", "vllm"]
     for marker, places in engines:
         marked = [file for file in (ROOT / "tests").rglob("test_*.py") if f"pytest.mark.{marker}" in file.read_text()]
         folders = [ROOT / place for place in places.split()]
         assert [file for file in marked if not {file, *file.parents} & set(folders)] == []
     calls = (ROOT / ".ci/run").read_text()
-    assert "\nmake test test-all" in calls and "\nmake test-megatron test-deepspeed\n" in calls
+    assert '\nmake test test-all LONG="slow or megatron"\nmake test-deepspeed\n' in calls and "then make test-vllm" in calls
 
 
 def test_the_command_is_the_cli() -> None:

@@ -143,8 +143,8 @@ class DecoderLayer(StreamLayer):
                 rope = (torch.cat((rope[0], rope[0]), -1), torch.cat((rope[1], rope[1]), -1))
             q, k = rotary(q, k, *rope, interleaved=form.rope == "interleaved")
         options = LayerOptions(self.scaling, self.window, self.softcap, getattr(attention, "sinks", None))
-        out = context.attend(attention, q, k, v, options).flatten(2)
-        return out * torch.sigmoid(gate.flatten(2)) if form.gate else out
+        out = context.attend(attention, q, k, v, options)
+        return (out * torch.sigmoid(gate) if form.gate else out).flatten(2)
 
     def _qkv(self) -> list[nn.Module]:
         attention = self.self_attn

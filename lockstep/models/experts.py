@@ -1,4 +1,4 @@
-"""The experts of a layer as grouped products. Training and decoding, CPU and CUDA.
+"""The experts of a layer, as grouped products or, for few rows, as tiles of rows. Training and decoding, CPU and CUDA.
 
     tokens ─► sorted by expert ─► gate, up (one product) ─► activation(gate) * up * weight ─► down (one product) ─► sum per token
 
@@ -9,9 +9,9 @@ routers and shared experts stay as they are. A block without this interface (DBR
 The weight of a row multiplies the input of `down`, which is linear, not its output: the backward then keeps no row of the stream's
 width. Which form computes:
 
-    a grouped kernel (CUDA, bfloat16, Hopper or data-centre Blackwell), or a CPU    grouped products
-    other CUDA devices and types, training or many tokens                           grouped products, which torch loops over there
-    the same, decoding few tokens                                                   all experts for all tokens, see `_all_experts`
+    CUDA without gradients, few rows per expert    tiles of rows (`kernels/expert_decode.py`), which a CUDA graph can capture
+    otherwise                                      grouped products: one kernel (CUDA, bfloat16, Hopper or data-centre Blackwell), a
+                                                   loop inside of torch (CPU), or a loop that waits for the device (other CUDA)
 
 Shapes as in `kernels/expert_rows.py`.
 """
@@ -32,18 +32,23 @@ from lockstep.kernels.expert_rows import (
     to_tokens,
     weighted_gate,
 )
+from lockstep.kernels.ops import on_gpu
 
 EXPERTS_NAME = "lockstep"
 """Our implementation in transformers' `ExpertsInterface`."""
 
-FEW_TOKENS = 256
-"""Up to here reading all experts takes longer than multiplying all tokens with them (about 150 on an A100)."""
+FEW_ROWS = 32
+"""Per expert: reading an expert's weights takes longer than multiplying as many rows with them."""
+FEW_ROWS_OR_LOOP = 64
+"""The same if the grouped product is a loop over the experts, which no CUDA graph can capture."""
+MAX_TILED_ROWS = 8192
+"""Of all experts: a program that builds a tile holds the experts of all rows in registers."""
 
 
 def experts_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum over each token's experts (T, H). hidden: (T, H); chosen, weights: (T, K)."""
-    if _cannot_be_captured(experts.down_proj) and len(hidden) <= FEW_TOKENS:
-        return _all_experts(experts, hidden, chosen, weights)
+    if _has_few_rows(experts, chosen):
+        return _tiled_forward(experts, hidden, chosen, weights)
     rows = sort_by_expert(chosen, experts.num_experts)
     row_weights = weights.flatten().index_select(0, rows.order)
     x = to_experts(hidden.to(experts.down_proj.dtype), rows)
@@ -65,28 +70,28 @@ def experts_implementation(hf_config: PretrainedConfig) -> str | None:
     return None if hasattr(hf_config, "quantization_config") else EXPERTS_NAME
 
 
-def _all_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """`experts_forward` by computing every expert for every token.
-
-    Decoding few tokens reads most experts anyway, and this form has no sizes that depend on data: a CUDA graph can capture it.
-    """
-    weight_ET = hidden.new_zeros(len(hidden), experts.num_experts, dtype=weights.dtype).scatter_(1, chosen, weights).T
-    is_chosen_ET = torch.zeros_like(weight_ET, dtype=torch.bool).scatter_(0, chosen.T, True)
-    x = hidden.to(experts.down_proj.dtype).expand(experts.num_experts, *hidden.shape)  # (E, T, H)
-    x = torch.bmm(x, _first_weight(experts))
-    if experts.has_bias:
-        x = x + _first_bias(experts)[:, None]
-    x = _activated(experts, x.flatten(0, 1), weight_ET.flatten())
-    x = x.masked_fill(~is_chosen_ET.flatten()[:, None], 0.0).unflatten(0, weight_ET.shape)  # what overflowed elsewhere
-    x = torch.bmm(x, _last_weight(experts)).sum(0)
-    if experts.has_bias:
-        x = x + weight_ET.T.to(x.dtype) @ experts.down_proj_bias
-    return x.to(hidden.dtype)
+def _has_few_rows(experts: Any, chosen: Tensor) -> bool:
+    """Whether `_tiled_forward` computes this forward."""
+    weight = experts.down_proj
+    if torch.is_grad_enabled() or not on_gpu(weight):
+        return False
+    few = FEW_ROWS if has_grouped_kernel(weight) else FEW_ROWS_OR_LOOP
+    return chosen.numel() <= min(few * experts.num_experts, MAX_TILED_ROWS)
 
 
-def _cannot_be_captured(weight: Tensor) -> bool:
-    """Whether a forward without gradients is on a CUDA device that has no grouped product for this weight."""
-    return weight.is_cuda and not torch.is_grad_enabled() and not has_grouped_kernel(weight)
+def _tiled_forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """`experts_forward` without gradients, by tiles of rows that are never sorted."""
+    from lockstep.kernels.expert_decode import expert_gate, expert_product, expert_tiles, sum_choices
+
+    tiles = expert_tiles(chosen, experts.num_experts)
+    x = hidden.to(experts.down_proj.dtype)
+    first_bias, last_bias = (_first_bias(experts), experts.down_proj_bias) if experts.has_bias else (None, None)
+    if experts.has_gate and _is_plain_silu(experts):
+        x = expert_gate(x, _first_weight(experts), tiles, first_bias, weights)
+    else:
+        x = _activated(experts, expert_product(x, _first_weight(experts), tiles, first_bias), weights.flatten())
+    x = expert_product(x, _last_weight(experts), tiles, last_bias, weights)
+    return sum_choices(x, tiles.top_k).to(hidden.dtype)
 
 
 def _activated(experts: Any, x: Tensor, weights: Tensor) -> Tensor:

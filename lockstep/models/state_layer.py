@@ -86,14 +86,18 @@ class StateLayer(StreamLayer):
         )
         mixed = context.mix(mixer, gated_delta(mixer, inputs), inputs)
         mixed = norm(mixed.unflatten(-1, (-1, mixer.head_v_dim)), mixer.norm.weight, norm_eps(mixer.norm), "rms")
-        return torch.cat((z, mixed.flatten(2)), -1)
+        return torch.cat((z, mixed.reshape(z.shape)), 2).flatten(2)
 
     def _by_key_head(self, projected: Tensor) -> tuple[Tensor, Tensor]:
-        """q, k, v, b, a of all heads, and z; see `StateForm.by_key_head`."""
+        """q, k, v, b, a of all heads, and z (B, T, HK, -1), not copied; see `StateForm.by_key_head`."""
         mixer = self.linear_attn
-        values, value_heads = mixer.value_dim // mixer.num_k_heads, mixer.num_v_heads // mixer.num_k_heads
+        values = mixer.value_dim // mixer.num_k_heads
         qkvz, ba = projected.split((2 * mixer.key_dim + 2 * mixer.value_dim, 2 * mixer.num_v_heads), -1)
         qkvz, ba = (t.unflatten(-1, (mixer.num_k_heads, -1)) for t in (qkvz, ba))
-        q, k, v, z = qkvz.split((mixer.head_k_dim, mixer.head_k_dim, values, values), -1)
-        b, a = ba.split(value_heads, -1)
-        return torch.cat([t.flatten(2) for t in (q, k, v, b, a)], -1), z.flatten(2)
+        qk, v, z = qkvz.split((2 * mixer.head_k_dim, values, values), -1)
+        return torch.cat((_halves(qk), v.flatten(2), _halves(ba)), -1), z
+
+
+def _halves(x: Tensor) -> Tensor:
+    """(B, T, H, 2 D) -> (B, T, 2 H D): the first half of every head, then the second."""
+    return x.unflatten(-1, (2, -1)).transpose(2, 3).flatten(2)

@@ -28,7 +28,7 @@ def dense_mlps(text: Mapping[str, Any], num_layers: int) -> int:
         return sum(index % period != text.get("expert_layer_offset", 0) for index in range(num_layers))
     if (first := text.get("moe_layer_start_index")) is not None:  # ERNIE 4.5
         last, interval = text.get("moe_layer_end_index", -1), text.get("moe_layer_interval", 1)
-        experts = range(first, num_layers if last == -1 else last + 1)
+        experts = range(first, num_layers if last == -1 else min(last + 1, num_layers))
         return num_layers - sum((index + 1) % interval == 0 for index in experts)
     for key in ("first_k_dense_replace", "num_dense_layers"):
         if text.get(key) is not None:

@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -291,24 +292,37 @@ def test_photos_are_turned_upright() -> None:
 
 
 class Pictures(BaseHTTPRequestHandler):
-    """/a.png is a picture, /slow.png one that takes long, /to/PORT redirects to /a.png of that port of 127.0.0.1, /ftp to FTP."""
+    """/a.png is a picture, /slow.png one that takes long, as do the headers of /headers.png and the content of the redirect /slow;
+    /to/PORT redirects to /a.png of that port of 127.0.0.1, /ftp to FTP."""
 
     num_requests = 0
 
     def do_GET(self) -> None:
         type(self).num_requests += 1
-        if self.path.startswith(("/to/", "/ftp")):
-            kind, port = ("http", self.path[4:]) if self.path != "/ftp" else ("ftp", "21")
+        if self.path.startswith(("/to/", "/ftp", "/slow")) and self.path != "/slow.png":
+            kind, port = ("http", self.path[4:]) if self.path.startswith("/to/") else ("ftp", "21")
             self.send_response(302)
-            self.send_header("Location", f"{kind}://127.0.0.1:{port}/a.png")
+            self.send_header("Location", "/a.png" if self.path == "/slow" else f"{kind}://127.0.0.1:{port}/a.png")
             self.end_headers()
+            if self.path == "/slow":
+                self.write_slowly()
             return
-        self.send_response(200 if self.path in ("/a.png", "/slow.png") else 404)
+        self.send_response(200 if self.path in ("/a.png", "/slow.png", "/headers.png") else 404)
+        if self.path == "/headers.png":
+            self.flush_headers()
+            self.write_slowly()
         self.end_headers()
         for byte in FILE if self.path == "/slow.png" else ():
             self.wfile.write(bytes([byte]))
             time.sleep(0.02)
         self.wfile.write(FILE)
+
+    def write_slowly(self) -> None:
+        """3 seconds."""
+        with suppress(OSError):
+            for number in range(60):
+                self.wfile.write(b"X-%d: y\r\n" % number)
+                time.sleep(0.05)
 
     def log_message(self, *args: Any) -> None:
         pass
@@ -352,8 +366,14 @@ PRIVATE = (
     "10.0.0.1",
     "100.64.0.1",
     "224.0.0.1",
+    "192.0.0.192",
     "[::1]",
     "[::ffff:7f00:1]",
+    "[::7f00:1]",
+    "[64:ff9b::a9fe:a9fe]",
+    "[64:ff9b:1::a00:1]",
+    "[2002:7f00:1::1]",
+    "[fec0::1]",
 )
 
 
@@ -364,6 +384,12 @@ def test_urls_of_private_addresses_are_refused(model: Path, tmp_path: Path, pict
     with pytest.raises(ImageError, match=message):
         dataset_of(model, write(tmp_path, row, kind="jsonl"), DataConfig(allow_image_urls=True))
     assert Pictures.num_requests == 0
+
+
+@pytest.mark.parametrize("host", ["64:ff9b::5db8:d70e", "2606:2800:21f::1"])
+def test_public_addresses_of_ipv6(host: str) -> None:
+    """The first is a host of IPv4 in a network without."""
+    assert image_urls._public_addresses(host, 80) == [(host, 80)]
 
 
 @pytest.fixture
@@ -408,6 +434,26 @@ def test_private_addresses_are_refused_behind_a_proxy(pictures: HTTPServer, monk
     with pytest.raises(ImageError, match=r"cannot be fetched: .*404"):
         fetched("http://93.184.215.14/a.png")  # the proxy is asked for the whole URL
     assert Pictures.num_requests == 1
+
+
+def test_a_proxy_may_be_private_and_of_another_scheme(pictures: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"https://127.0.0.1:{pictures.server_port}")
+    monkeypatch.setenv("no_proxy", "")
+    with pytest.raises(ImageError, match=r"cannot be fetched: .*SSL"):  # the proxy speaks no TLS
+        fetched("http://93.184.215.14/a.png")
+    with pytest.raises(ImageError, match=r"is not fetched: .*169\.254\.169\.254, which is not a public"):
+        fetched("http://169.254.169.254/a.png")
+
+
+def test_urls_are_limited_in_time(pictures: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while headers come, or what urllib would read of a redirect."""
+    url = f"http://127.0.0.1:{pictures.server_port}"
+    monkeypatch.setattr(image_urls, "TIMEOUT_S", 0.3)
+    start = time.monotonic()
+    with pytest.raises(ImageError, match=r"cannot be fetched: .*not complete after 0\.3 s"):
+        fetched(f"{url}/headers.png", allow_private=True)
+    assert fetched(f"{url}/slow", allow_private=True) == FILE
+    assert time.monotonic() - start < 2
 
 
 def test_urls_are_limited_in_size_and_time(pictures: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:

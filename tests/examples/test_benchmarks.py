@@ -54,6 +54,30 @@ def test_drafts_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.slow
+def test_a_rollout_with_a_right_history_accepts_its_drafts(tmp_path: Path) -> None:
+    found = tmp_path / "found.json"
+    sizes = ["--requests", "2", "--prompt-tokens", "4-8", "--new-tokens", "24-48", "--repeats", "1", "--right", "1"]
+    command = [sys.executable, str(BENCHMARKS / "rollout.py"), "--shape", "tiny", "--workload", "ragged", *sizes]
+    engines = ["--engines", "embedded-drafts", "--device", "cpu"]
+    subprocess.run([*command, *engines, "--json", str(found)], check=True)
+    (row,) = json.loads(found.read_text())["results"]
+    assert row["case"] == "tiny ragged x2" and row["same_tokens"] == 1 and row["acceptance"] > 0.9
+
+
+def test_phases_of_a_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    main = runpy.run_path(str(BENCHMARKS / "rollout_profile.py"))["main"]
+    sizes = ["--requests", "2", "--prompt-tokens", "8", "--new-tokens", "6"]
+    main(["--shape", "tiny", *sizes, "--json", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    prefill, decode = found["prefill"], found["decode"]
+    assert prefill["steps"] == 1 and decode["steps"] == 5  # the prefill samples the first of six tokens
+    assert prefill["seconds"] > 0 and decode["step_ms"] * 5 == pytest.approx(1e3 * decode["seconds"])
+    # tiny: 2 layers of 4 products each, and the head
+    assert sum(decode["kernels"].get(f"aten::{name}", {"count": 0})["count"] for name in ("mm", "addmm")) == 9
+
+
+@pytest.mark.slow
 def test_a_learning_run_with_drafts_has_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_model(tmp_path / "model")
     write_rows(tmp_path / "train.parquet", 2)

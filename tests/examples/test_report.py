@@ -108,6 +108,14 @@ def test_a_failed_run_is_named(report: SimpleNamespace, tmp_path: Path) -> None:
         report.measure(report.Run("fails", "cpu", f"{tmp_path}/fails.py"), PYTHONS)
 
 
+def test_a_run_of_a_real_model_asks_for_it(report: SimpleNamespace) -> None:
+    run = report.Run("learning", "cpu", "history_learning.py --model {model} --data {data}")
+    with pytest.raises(report.RunError, match=r"learning: give --model and --data$"):
+        report.measure(run, PYTHONS | {"model": "", "data": ""})
+    with pytest.raises(report.RunError, match=r"learning: give --data$"):
+        report.measure(run, PYTHONS | {"model": "folder", "data": ""})
+
+
 def test_an_unknown_table_is_an_error(report: SimpleNamespace, tables: ModuleType, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no table rollouts; it has "):
         tables.filled("<!-- report rollouts --><!-- end -->", report.Results(tmp_path))
@@ -126,6 +134,16 @@ def test_results_of_the_scripts_become_figures(report: SimpleNamespace) -> None:
     row = {"case": "a x1", "engine": "embedded", "tokens_per_s": 10.0, "startup_s": 2.0}
     rollout = report.by_case({"results": [row, row | {"engine": "vllm"}, row | {"case": "b x1"}]})
     assert rollout["a x1"]["vllm"] == rollout["b x1"]["lockstep"] == {"tokens_per_s": 10.0, "start_s": 2.0}
+    drafts = report.by_case({"results": [row | {"engine": "embedded-drafts", "acceptance": 0.8, "drift": None}]})
+    assert drafts["a x1"]["embedded-drafts"] == {"tokens_per_s": 10.0, "start_s": 2.0, "acceptance": 0.8}
+    launches = {
+        "prefill": {"seconds": 1.0, "kernels": {"k": 1.0}},
+        "decode": {"seconds": 2.0, "kernels": {}},
+        "usual_s": 2.5,
+    }
+    phases = {"prefill": {"seconds": 1.0}, "decode": {"seconds": 2.0}, "usual": {"seconds": 2.5}}
+    assert report.by_launch(launches) == {"": phases}
+    assert report.by_epoch({"epochs": [{"faster": 1.0}, {"faster": 2.0}]})[""]["2"] == {"faster": 2.0}
     cycle = {"gb": 1.0, "seconds": {"start": [9.0], "train": [8.0, 1.0, 3.0]}, "used_gib": {"train": [1.0, 2.0, 3.0]}}
     phases = report.by_phase(cycle)[""]
     assert phases["train"] == {"seconds": 2.0, "second_gib": 2.0, "last_gib": 3.0}
@@ -142,18 +160,30 @@ def test_results_of_the_scripts_become_figures(report: SimpleNamespace) -> None:
 def test_tables_of_engines_modes_and_histories(report: SimpleNamespace, tables: ModuleType, tmp_path: Path) -> None:
     results = report.Results(tmp_path)
     sides = {"lockstep": {"tokens_per_s": 18000.0}, "vllm": {"tokens_per_s": 15000.0}}
+    epoch = dict.fromkeys(("plain_s", "drafts_s", "faster", "acceptance", "drafted_share", "mean_length", "same"), 1.0)
+    epoch |= {"plain_s": 3.0, "drafts_s": 2.0, "faster": 1.5, "reward": 0.25, "mean_length": 120.4}
+    phase = {"seconds": 0.5, "steps": 2, "step_ms": 250.0, "kernel_ms": 100.0}
+    phases = {"usual": {"seconds": 1.5}, "prefill": phase, "decode": phase}
     figures = {
         "rollout-fp8": {"7b uniform x256": sides | {"embedded-fp8": {"tokens_per_s": 24000.0, "drift": 0.1}}},
         "grpo-alone": {"": {"lockstep": {"step_s": 1.0}}},
         "grpo-exact": {"": {"lockstep": {"step_s": 1.25}}},
         "drafts": {"x4": {"none": {"speedup": 0.99, "acceptance": 0.0}, "1": {"speedup": 3.0, "acceptance": 0.9}}},
+        "drafts-ragged": {"3b ragged x192": sides | {"embedded-drafts": {"tokens_per_s": 30000.0, "acceptance": 0.7}}},
+        "drafts-learning": {"": {"2": epoch}},
+        "phases-hybrid": {"": phases},
         "long-1.5b": {"1.5b": {"lockstep": {"peak_gb/gen": 50.0, "planned_gb/gen": 52.4}}},
         "profile-7b": {"": {"products": {"ms": 2.0, "tflops": 500.0}, "copies": {"ms": 1.0}}},
     }
     results.found = {name: {"figures": found} for name, found in figures.items()}
-    rows = [row for name in ("fp8", "exact", "drafts", "memory", "profile") for row in tables.TABLES[name](results)]
+    names = ("fp8", "exact", "drafts", "ragged", "learning", "phases", "memory", "profile")
+    rows = [row for name in names for row in tables.TABLES[name](results)]
     assert {
         "| weights | 24,000 tokens/s, log-probs differ by 0.100 | 15,000 tokens/s | 1.60x |",
+        "| plain | 18,000 tokens/s | 15,000 tokens/s | 1.20x |",
+        "| drafts, 0.9 of the history right | 30,000 tokens/s, 0.70 accepted | 15,000 tokens/s | 2.00x |",
+        "| 2 | 3.0 s | 2.0 s | 1.50x | 1.00 | 1.00 | 120 | 0.250 | 100.0% |",
+        "| Gated DeltaNet hybrid, 1.5B, 128 requests | 1.50 s | 0.50 s | 0.20 s | 250.00 ms | 100.00 ms |",
         "| 0.5B | 1.00 s | 1.25 s | 1.25x |",
         "| 4 | 0.99x, 0.00 accepted | not measured | not measured | 3.00x, 0.90 accepted |",
         "| 1.5B, all parameters | 52.4 | 50.0 | not measured | not measured |",
@@ -167,7 +197,7 @@ def test_the_list_shows_every_run(report: SimpleNamespace, capsys: pytest.Captur
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [run.name for run in report.RUNS]
     for run in report.RUNS:
-        _, (script, *arguments) = run.words(folder="OUT", vllm="v", trl="t")
+        _, (script, *arguments) = run.words(folder="OUT", vllm="v", trl="t", model="m", data="d")
         assert script == "-m" or Path(script).is_file()
         assert ("OUT/summary.json" in arguments) == (run.name != "demo")
     (uncompiled,) = [run for run in report.RUNS if run.name == "uncompiled"]

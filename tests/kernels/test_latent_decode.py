@@ -1,5 +1,9 @@
 """Attention of new tokens over a paged cache of latents against the formula over each row's tokens."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -177,3 +181,38 @@ def test_keys_that_an_index_picks(
 def test_keys_without_numbers_are_not_written() -> None:
     slots = torch.zeros(3, dtype=torch.int64, device=DEVICE)
     write_to_cache(torch.zeros(1, 1, 3, 0, device=DEVICE), None, slots, 4, address=slots[:1])
+
+
+COMPILE = """\
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from lockstep.kernels.latent_decode import _decode_latents, _heads_tile_warps_stages
+
+POINTERS = {"partial": "*fp32", "stats": "*fp32", "addresses": "*i64", "tables": "*i32", "slot_ids": "*i32"}
+POINTERS |= {"positions": "*i64", "cache_slots": "*i64"}
+for num_heads in (16, 128):
+    heads, tile, warps, stages = _heads_tile_warps_stages(num_heads, torch.bfloat16)
+    fixed = {"sinks_ptr": None, "picked_ptr": None, "topk": 0, "H": num_heads, "HEADS": heads, "R": 512, "R_PADDED": 512}
+    fixed |= {"DR": 64, "DR_PADDED": 64, "W": 576, "BLOCK_SIZE": 16, "TILE": tile, "SPLIT": True, "SOFTCAP": None}
+    fixed |= {"PRECISION": "tf32", "R_ALIGNMENT": 16, "DR_ALIGNMENT": 16}
+    names = _decode_latents.arg_names
+    types = {}
+    for name in names:
+        pointer = POINTERS.get(name.removesuffix("_ptr"), "*bf16") if name.endswith("_ptr") else None
+        number = "fp32" if name == "scale" else "i32"
+        types[name] = "constexpr" if name in fixed else pointer or number
+    source = ASTSource(_decode_latents, types, {(names.index(name),): value for name, value in fixed.items()})
+    options = {"num_warps": warps, "num_stages": stages}
+    print(triton.compile(source, target=GPUTarget("cuda", 89, 32), options=options).metadata.shared)
+"""
+
+
+def test_programs_fit_into_the_shared_memory_of_most_gpus() -> None:
+    """99 KiB with compute capability 8.6, 8.9 and 12.0, for which Triton compiles on any machine."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = [sys.executable, "-c", COMPILE]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    sizes = [int(size) for size in done.stdout.split()]
+    assert len(sizes) == 2 and max(sizes) <= 99 * 1024

@@ -1,5 +1,6 @@
 """Experts as grouped products: log-probs and every gradient against transformers' eager loop, for each family and form."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,21 +63,62 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("form", ["grouped", "reference", "all experts"])
+@pytest.mark.parametrize("form", ["grouped", "reference"])
 @pytest.mark.parametrize("case", CHOICES)
-def test_outputs_and_gradients_are_those_of_the_loop(case: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_and_gradients_are_those_of_the_loop(case: str, form: str) -> None:
     chosen = torch.tensor(CHOICES[case])
     inner = 22 if form == "reference" else 24  # torch's grouped product refuses rows of 88 bytes
     module = tiny_experts(chosen.shape[1], inner)
     assert expert_rows._fits_grouped_mm(module.down_proj, module.down_proj) == (form != "reference")
-    calls: list[str] = []
-    if form == "all experts":
-        monkeypatch.setattr(experts, "_cannot_be_captured", lambda weight: True)
-    all_experts = experts._all_experts
-    monkeypatch.setattr(experts, "_all_experts", lambda *args: calls.append("all") or all_experts(*args))
     got = outputs_and_gradients(lambda *args: experts_forward(module, *args), module, chosen)
     compare(got, outputs_and_gradients(module, module, chosen))
-    assert bool(calls) == (form == "all experts")
+
+
+@pytest.fixture
+def tiles_device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where forwards without gradients are computed by tiles: a CUDA device, or the CPU with Triton's interpreter."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs a CUDA device or TRITON_INTERPRET=1")
+    monkeypatch.setattr(experts, "on_gpu", lambda x: True)
+    return torch.device("cpu")
+
+
+def refuse(*args: object) -> Tensor:
+    raise AssertionError("rows were sorted")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CHOICES)
+def test_tiles_of_rows_compute_like_the_loop(
+    case: str, tiles_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = torch.tensor(CHOICES[case], device=tiles_device)
+    module = tiny_experts(chosen.shape[1]).to(tiles_device)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(len(chosen), 32, generator=generator).to(tiles_device)
+    weights = torch.rand(chosen.shape, generator=generator).to(tiles_device)
+    with torch.no_grad():
+        expected = module(x, chosen, weights)
+        monkeypatch.setattr(experts, "sort_by_expert", refuse)
+        compare([experts_forward(module, x, chosen, weights)], [expected])
+    with pytest.raises(AssertionError, match="sorted"):
+        experts_forward(module, x, chosen, weights)  # gradients need the grouped products
+
+
+@pytest.mark.gpu
+def test_many_rows_per_expert_are_sorted(tiles_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tiny_experts().to(tiles_device)
+    limit = experts.FEW_ROWS_OR_LOOP * module.num_experts // 2
+    x, chosen, weights = (torch.zeros(limit + 1, n, device=tiles_device) for n in (32, 2, 2))
+    calls: list[int] = []
+    monkeypatch.setattr(experts, "_tiled_forward", lambda module, x, *args: calls.append(len(x)) or x)
+    with torch.no_grad():
+        for size in (limit, limit + 1):
+            out = experts_forward(module, x[:size], chosen[:size].long(), weights[:size])
+            assert out.shape == (size, 32)
+    assert calls == [limit]
 
 
 def test_a_token_does_not_depend_on_the_others() -> None:
@@ -122,6 +164,25 @@ def log_probs_and_gradients(model: Any, ids: Tensor) -> list[Tensor]:
     log_probs = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)
     (log_probs * torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)).sum().div(ids.numel()).backward()
     return [log_probs.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])
+def test_every_family_computes_by_tiles(kind: str, tiles_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = next(
+        m for m in AutoModelForCausalLM.from_config(tiny_config(kind)).modules() if hasattr(m, "is_transposed")
+    ).to(tiles_device)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.2)
+        x = torch.randn(6, module.down_proj.shape[1 if not module.is_transposed else 2], device=tiles_device)
+        weights, chosen = torch.rand(6, module.num_experts, device=tiles_device).topk(2)
+        module.config._experts_implementation = "eager"
+        expected = module(x, chosen, weights)
+        monkeypatch.setattr(experts, "sort_by_expert", refuse)
+        module.config._experts_implementation = EXPERTS_NAME
+        compare([module(x, chosen, weights)], [expected])
 
 
 @pytest.mark.parametrize("kind", [*QUICK, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)])

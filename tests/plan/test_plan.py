@@ -147,6 +147,7 @@ def test_states_and_cache_are_those_of_the_engine(model_type: str) -> None:
         ("zamba2", {"num_mem_blocks": 2, "use_shared_attention_adapter": True}),
         ("ernie4_5_moe", {"num_hidden_layers": 6}),
         ("ernie4_5_moe", {"num_hidden_layers": 6, "moe_layer_interval": 2, "moe_layer_end_index": 4}),
+        ("ernie4_5_moe", {"num_hidden_layers": 6, "moe_layer_end_index": 27}),  # layers were left out of a saved config
     ],
 )
 def test_parameters_of_shared_blocks_and_other_names_of_experts(model_type: str, more: dict[str, Any]) -> None:

@@ -164,7 +164,7 @@ def test_no_text_of_an_answer_is_compiled() -> None:
         input=json.dumps([answer for answer in INJECTIONS if len(answer) < 300 or answer is INJECTIONS[0]]),
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": str(Path(scorers.__file__).parents[3])},
+        env={"PYTHONPATH": str(Path(scorers.__file__).parents[3]), "PYTHONDONTWRITEBYTECODE": "1"},
         timeout=120,
     )
     assert done.returncode == 0, done.stderr

@@ -395,5 +395,9 @@ def test_number_of_workers_does_not_change_the_outcomes(make: Any) -> None:
 def test_workers_are_started_as_needed(make: Any) -> None:
     fast, slow = make(num_workers=3), make(num_workers=3)
     assert len(set(fast(rows(*["pid"] * 500)))) == 1
-    assert len(set(slow(rows(*["slow-pid"] * 40)))) == 3
+    pids: set[Any] = set()
+    end = time.monotonic() + 60
+    while len(pids) < 3 and time.monotonic() < end:
+        pids |= set(slow(rows(*["slow-pid"] * 40)))
+    assert len(pids) == 3
     assert 1 <= default_num_workers() <= 16

@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from lockstep.protocol.generation import WeightsLostError
 from lockstep.single_controller import WorkerDiedError
+from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.rollout_repair import MAX_IN_A_ROW, RolloutRepair
 from lockstep.trainer.ppo.rollout_sources.background import BackgroundRollout
 from lockstep.trainer.ppo.rollout_sources.colocated import ColocatedSource
@@ -74,6 +76,22 @@ def test_dead_processes_are_replaced_and_the_same_prompts_sampled_again(
     assert (batch, next(prompts)) == (["a", "b"], "c")
     assert parts.done == ["restart", "reconnect", "forget", "weights 7", "forget", "weights 7"]
     assert source.repair is not None and source.repair.count == 2
+
+
+def test_processes_that_died_between_steps_are_replaced(source: SynchronousSource, parts: Parts) -> None:
+    """The first call of a step finds it: what rollout engines keep is remembered."""
+    failures = [WorkerDiedError("it died during the update")]
+
+    def mark_rollout() -> None:
+        if failures:
+            raise failures.pop()
+        parts.done.append("mark")
+
+    trainer: Any = SimpleNamespace(
+        source=source, rollout_wg=SimpleNamespace(mark_rollout=mark_rollout), _saves_rollout_state=True
+    )
+    PPOTrainer._mark_rollout(trainer)
+    assert parts.done == ["restart", "reconnect", "forget", "weights 7", "mark"]
 
 
 def test_weights_that_could_not_be_sent_are_sent_again(

@@ -68,6 +68,7 @@ class VllmEngine(RolloutEngine):
         self.llm: Any = None
         self._awake = set(PARTS)
         self._requests: dict[int, GenerationRequest] = {}  # unfinished
+        self._hf_config: Any = None
         self._placeholders: tuple[int, ...] = ()
         self._is_processed = False
 

@@ -486,7 +486,7 @@ class PPOTrainer:
     def _mark_rollout(self) -> None:
         """Before what may be discarded."""
         if self._saves_rollout_state and not self.source.keeps_prompts:
-            self.rollout_wg.mark_rollout()
+            self.source.repairing(lambda: self.rollout_wg.mark_rollout())
 
     def _save_checkpoint(self, metrics: dict[str, Any], is_tested: bool = True, discards: bool = False) -> None:
         """metrics: those of the step. is_tested: False if a validation that is due has still to come.

@@ -95,8 +95,10 @@ def check(model: Any, requests: list[GenerationRequest], completions: list[Compl
 def test_prompts_are_checked_before_vllm_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """As by the other engines."""
     engine = new_engine()
+    with pytest.raises(RuntimeError, match="no model yet"):
+        engine.add(0, GenerationRequest([3], SamplingParams()))
     config = tiny_vision_config("qwen2_5_vl")
-    monkeypatch.setattr(engine, "_hf_config", config, raising=False)
+    monkeypatch.setattr(engine, "_hf_config", config)
     typed = GenerationRequest([3, config.image_token_id], SamplingParams())
     with pytest.raises(ValueError, match=r"1 placeholder tokens .* of an image or video, but no image"):
         engine.add(0, typed)

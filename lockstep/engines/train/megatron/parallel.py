@@ -110,7 +110,7 @@ def join(layout: Layout, engine: object, key: str, device: torch.device) -> None
                 f"{key}: {layout}; but {other} has {_current.layout}, in the same processes, where megatron-core has one layout. "
                 "Set the same sizes for both, or place the roles on different GPUs (trainer.placement)"
             )
-        ps.destroy_model_parallel()
+        _leave_groups()
         _current = None
     if _current is None:
         with megatron_calls(device):
@@ -124,3 +124,10 @@ def join(layout: Layout, engine: object, key: str, device: torch.device) -> None
             )
         _current = _Current(layout, dist.group.WORLD, weakref.WeakKeyDictionary())
     _current.users[engine] = key
+
+
+def _leave_groups() -> None:
+    """End the groups of this layout: megatron forgets them, but each keeps three threads of gloo, or the memory of NCCL."""
+    for group in (ps._global_process_group_list or [])[1:]:  # the first stands for the whole world
+        dist.destroy_process_group(group)
+    ps.destroy_model_parallel()
