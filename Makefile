@@ -82,7 +82,7 @@ $(DEEPSPEED_READY): $(READY)
 # vLLM pins other versions of numpy and of its own dependencies than constraints.txt. torchvision, torchaudio and torchcodec are built
 # for another torch and break the import of transformers; models that read images need torchvision.
 $(VLLM_READY): pyproject.toml constraints.txt $(VLLM_VENV)/bin/python
-	$(VLLM_VENV)/bin/python -m pip install -q --no-compile $(TORCH) $(VLLM) -e '.[ray]' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100'
+	$(VLLM_VENV)/bin/python -m pip install -q --no-compile $(TORCH) $(VLLM) -e '.[ray,video]' 'pytest>=8' 'pytest-xdist>=3.6' 'hypothesis>=6.100'
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchaudio torchcodec
 	$(VLLM_VENV)/bin/python tests/repair_torchvision.py
 	touch $@
@@ -99,7 +99,7 @@ vllm-exists: $(VLLM_VENV)/bin/python
 test-vllm: export OMP_NUM_THREADS := 1
 test-vllm: export PYTHONDONTWRITEBYTECODE :=
 test-vllm: $(VLLM_READY)
-	$(VLLM_VENV)/bin/pytest -m vllm $(PYTEST_ARGS) tests/engines/rollout tests/weight_sync tests/workers tests/trainer/test_vllm.py tests/trainer/test_server.py tests/test_engine_check.py
+	$(VLLM_VENV)/bin/pytest -m vllm $(PYTEST_ARGS) tests/engines/rollout tests/weight_sync tests/workers tests/data/test_videos.py tests/trainer/test_video_run.py tests/trainer/test_vllm.py tests/trainer/test_server.py tests/test_engine_check.py
 
 # OpenEnv needs mcp 1 and verifiers mcp 2.0.0 and openai 2, so neither fits the development environment or the other one.
 ENVIRONMENT_TESTS := tests/data/test_generated.py tests/agents/environments tests/trainer/test_environments.py tests/docs/test_environments_page.py

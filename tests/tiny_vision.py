@@ -1,7 +1,7 @@
 """Tiny random vision-language models: a folder with config, weights, tokenizer and processor, made offline.
 
-torchvision is not needed: without it, PIL prepares images, and the folder has no processor of videos. SmolVLM's processor needs
-num2words (for videos only), hence Idefics3 here.
+torchvision is not needed: without it, PIL prepares images, and the folder has no processor of videos (`needs_torchvision`).
+SmolVLM's processor needs num2words (for videos only), hence Idefics3 here.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
@@ -18,8 +19,10 @@ from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPI
 from transformers.utils import is_torchvision_available
 
 from lockstep.models.processor import images_only
+from lockstep.utils.vision import WATCHING
 from tests.tiny import SIZES, tiny_tokenizer
 
+needs_torchvision = pytest.mark.skipif(not is_torchvision_available(), reason="videos are prepared with torchvision")
 PATCH = 8
 """Pixels per side of a patch."""
 MERGED = 16
@@ -191,6 +194,7 @@ def _paligemma(text: dict[str, Any], ids: dict[str, int]) -> dict[str, Any]:
 LLAVA = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 SQUARE = {"height": 32, "width": 32}
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 FAMILIES = {
     **{
         name: Family(QWEN_TOKENS, QWEN_IMAGE, config, "Qwen2VLImageProcessorPil", QWEN_PIXELS, {})
@@ -269,11 +273,15 @@ FAMILIES = {
 
 
 def chat_template(image: str) -> str:
-    """Renders contents that are text, and contents that are parts (text and image)."""
+    """Renders contents that are text, and contents that are parts (text, image and Qwen's videos)."""
     return (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
         "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
-        "{% if part['type'] == 'image' %}" + image + "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+        "{% if part['type'] == 'image' %}"
+        + image
+        + "{% elif part['type'] == 'video' %}"
+        + QWEN_VIDEO
+        + "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
         "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
@@ -316,7 +324,8 @@ def save_tiny_vision_model(folder: Path, model_type: str = "qwen2_5_vl", seed: i
     if "video_processor" in processor_class.get_attributes():
         parts["video_processor"] = None
         if is_torchvision_available():
-            parts["video_processor"] = getattr(transformers, VIDEO_PROCESSOR_MAPPING_NAMES[model_type]["torchvision"])()
+            cls = getattr(transformers, VIDEO_PROCESSOR_MAPPING_NAMES[model_type]["torchvision"])
+            parts["video_processor"] = cls(**family.process if model_type in WATCHING else {})
         else:
             processor_class = images_only(processor_class)
     processor = processor_class(**parts, chat_template=tokenizer.chat_template, **family.processor)

@@ -3,20 +3,28 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lockstep.config.bounds import CountOrAll, NonNegativeInt, PositiveInt
+from lockstep.config.bounds import CountOrAll, NonNegativeInt, PositiveFloat, PositiveInt
 
 Truncation = Literal["error", "left", "right", "middle"]
 
 
 @dataclass(frozen=True)
 class ImageDataConfig:
-    """Images of rows, for models that read images (docs/data.md)."""
+    """Images and videos of rows, for models that read them (docs/data.md)."""
 
     image_key: str = "images"
     """Column of a row's images, in the order of the `<image>` in its messages: a list of paths, bytes, `{"bytes": ...}` or data
     URIs; optional."""
     video_key: str = "videos"
-    """Column of a row's videos; rows that have some are refused."""
+    """Column of a row's videos, in the order of the `<video>` in its messages: a list of lists of frames, paths, bytes or
+    `{"video": ..., "fps": ...}`; optional. For Qwen-VL models."""
+    video_fps: PositiveFloat = 2.0
+    """Frames that are sampled per second of a video's file; also the rate of a list of frames that does not say its own."""
+    max_video_frames: PositiveInt = 64
+    """Most frames of a video; longer ones are sampled evenly."""
+    max_video_pixels: PositiveInt | None = None
+    """`longest_edge` of the model's video processor, to which larger videos are shrunk: pixels of a frame (Qwen2-VL, Qwen2.5-VL) or
+    of all frames together (Qwen3-VL, Qwen3.5); null is its own."""
     min_pixels: PositiveInt | None = None
     """Smaller images are enlarged to this many pixels; null is the limit of the model's processor, if it has one (Qwen-VL)."""
     max_pixels: PositiveInt | None = None
@@ -26,7 +34,8 @@ class ImageDataConfig:
     allow_private_image_urls: bool = False
     """Fetch them also from this machine and from private or link-local addresses, to which a URL or a redirect may lead."""
     filter_bad_images: bool = False
-    """Drop rows with an image that cannot be used (missing, truncated, animated, too large, ...); else the first is an error."""
+    """Drop rows with an image or a video that cannot be used (missing, truncated, animated, too large, ...); else the first is an
+    error."""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class RolloutEngineInfo:
     fills_memory:    the KV cache takes all that `gpu_memory_utilization` leaves after the weights, even if sequences need less.
     records_routes:  returns the experts that computed each token (`enable_rollout_routing_replay`).
     drafts:          can draft tokens from earlier answers (`history_drafts`).
+    reads_videos:    prompts may have videos.
     keeps_state:     keeps something between steps that a checkpoint has to contain (`RolloutEngine.saved_state`).
     quantizes:       values of `quantization` and `kv_cache_dtype` for which it quantises itself, from what is the trainer's.
     package:         the package that it imports. if_missing: what to do if that is not installed.
@@ -48,6 +49,7 @@ class RolloutEngineInfo:
     fills_memory: bool = False
     records_routes: bool = False
     drafts: bool = False
+    reads_videos: bool = False
     keeps_state: bool = False
     quantizes: tuple[str, ...] = ()
     package: str | None = None
@@ -102,6 +104,7 @@ _ROLLOUT = {
         drafts=True,
         keeps_state=True,
         quantizes=("fp8",),
+        reads_videos=True,
         if_too_large="vllm",
         unread=_IN_PROCESS,
     ),
@@ -109,6 +112,7 @@ _ROLLOUT = {
         "lockstep.engines.rollout.hf:HFEngine",
         shares_weights=True,
         takes_adapters=True,
+        reads_videos=True,
         unread=(*_SCHEDULING, "quantization", "kv_cache_dtype", *_IN_PROCESS),
     ),
     "vllm": RolloutEngineInfo(

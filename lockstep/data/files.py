@@ -91,33 +91,39 @@ def media_columns(config: ImageDataConfig) -> tuple[str, ...]:
     return config.image_key, config.video_key, AUDIO_COLUMN
 
 
-def refuse_media(files: Sequence[Path], key: str, config: ImageDataConfig, *, text_only: str | None) -> None:
+def refuse_media(
+    files: Sequence[Path], key: str, config: ImageDataConfig, *, text_only: str | None, no_videos: str
+) -> None:
     """ValueError if a row has media that are not read; other columns are not looked at.
 
-    key: the config key of the files. text_only: why images are not read, and what to do; None if they are.
+    key: the config key of the files. text_only: why images are not read, and what to do; None if they are. no_videos: the same for
+    videos; empty if they are read.
     """
-    refused = media_columns(config) if text_only else media_columns(config)[1:]
+    read = () if text_only else (config.image_key,) if no_videos else (config.image_key, config.video_key)
+    refused = [name for name in media_columns(config) if name not in read]
     for file in files:
         for number, columns in enumerate(_iter_media(file, refused)):
             for name in refused:
                 if columns.get(name):
-                    problem = media_problem(name, config.image_key, text_only)
+                    problem = media_problem(name, config, text_only, no_videos)
                     raise ValueError(f"{key}: {FileRow(str(file), number, columns).location} {problem}")
 
 
 def refuse_media_of(row: FileRow, config: ImageDataConfig, *, with_images: bool) -> None:
-    """ValueError if a row has media that the model does not read."""
+    """ValueError if a row has media that the model does not read; of a model that reads images, `RowImages` tells about videos."""
     for name in media_columns(config):
-        if row.columns.get(name) and not (with_images and name == config.image_key):
-            problem = media_problem(name, config.image_key, None if with_images else TEXT_MODEL)
+        if row.columns.get(name) and not (with_images and name in (config.image_key, config.video_key)):
+            problem = media_problem(name, config, None if with_images else TEXT_MODEL)
             raise ValueError(f"{row.location} {problem}")
 
 
-def media_problem(column: str, image_key: str, text_only: str | None) -> str:
-    """What is wrong with a row that has the column. text_only: as in `refuse_media`."""
-    if column == image_key:
+def media_problem(column: str, config: ImageDataConfig, text_only: str | None, no_videos: str = "") -> str:
+    """What is wrong with a row that has the column. text_only, no_videos: as in `refuse_media`."""
+    if column == config.image_key:
         return f"has {column!r}, but {text_only}, or remove the column"
-    supported = "only text is" if text_only else "text and images are"
+    if column == config.video_key and not text_only:
+        return f"has {column!r}, but {no_videos}; or remove the column"
+    supported = "only text is" if text_only else "text, images and videos are"
     return f"has {column!r}: {supported} supported; remove the column"
 
 

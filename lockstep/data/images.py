@@ -78,7 +78,7 @@ def read_image(value: Any, folder: Path | None = None, *, fetch: Callable[[str],
         value = value["image"]
     if isinstance(value, Image.Image):
         return _checked(value, None)
-    content = _content(value, folder, fetch)
+    content = content_of(value, folder, fetch)
     if not content:
         raise ImageError("is empty (0 bytes); write the file again")
     if len(content) > MOST_BYTES:
@@ -100,7 +100,10 @@ def data_uri(picture: Picture) -> str:
     return as_data_uri(picture.file)
 
 
-def _content(value: Any, folder: Path | None, fetch: Callable[[str], bytes] | None) -> bytes:
+def content_of(
+    value: Any, folder: Path | None, fetch: Callable[[str], bytes] | None, most_bytes: int = MOST_BYTES
+) -> bytes:
+    """The file that a row's value has or names; ImageError if it cannot be had. most_bytes: of a file on this machine."""
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if isinstance(value, Mapping):
@@ -111,9 +114,9 @@ def _content(value: Any, folder: Path | None, fetch: Callable[[str], bytes] | No
             raise ImageError(f"has neither bytes nor a path (keys: {', '.join(map(str, value))})")
         if value.get("base64") is given[0]:
             return _decoded(str(given[0]))
-        return _content(given[0], folder, fetch)
+        return content_of(given[0], folder, fetch, most_bytes)
     if isinstance(value, Path):
-        return _file(value, folder)
+        return _file(value, folder, most_bytes)
     if not isinstance(value, str):
         raise ImageError(
             f"is of type {type(value).__name__}; give a path, bytes, {{'bytes': ...}}, a data URI or a PIL image"
@@ -127,7 +130,7 @@ def _content(value: Any, folder: Path | None, fetch: Callable[[str], bytes] | No
         if fetch is None:
             raise ImageError(f"is a URL ({value[:80]}); download it, or set data.allow_image_urls=true")
         return fetch(value)
-    return _file(Path(value.removeprefix("file://")), folder)
+    return _file(Path(value.removeprefix("file://")), folder, most_bytes)
 
 
 def _decoded(text: str) -> bytes:
@@ -137,23 +140,35 @@ def _decoded(text: str) -> bytes:
         raise ImageError(f"is not valid base64 ({error}); encode the file again") from error
 
 
-def _file(path: Path, folder: Path | None) -> bytes:
+def _file(path: Path, folder: Path | None, most_bytes: int) -> bytes:
+    place = regular_file(path, folder, most_bytes)
+    try:
+        return place.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def regular_file(path: Path, folder: Path | None, most_bytes: int) -> Path:
+    """The file that a row's path names; ImageError if there is none, or if it is larger."""
     try:
         place = image_path(path, folder)
         status = place.stat()
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
             raise ImageError(f"{path} is a device or a pipe; give a file")
-        if status.st_size > MOST_BYTES:
-            raise ImageError(f"{path} has {status.st_size} bytes, more than {MOST_BYTES}; make it smaller")
-        return place.read_bytes()
+        if status.st_size > most_bytes:
+            raise ImageError(f"{path} has {status.st_size} bytes, more than {most_bytes}; make it smaller")
+        return place
     except FileNotFoundError:
         where = f" (looked in the current folder and in {folder})" if folder and not path.is_absolute() else ""
         raise ImageError(f"no such file: {str(path)[:200]}{where}") from None
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~name of no user
         if isinstance(error, ImageError):
             raise
-        text = getattr(error, "strerror", None) or error
-        raise ImageError(f"cannot be read: {text}: {str(path)[:80]!r}") from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ImageError:
+    return ImageError(f"cannot be read: {getattr(error, 'strerror', None) or error}: {str(path)[:80]!r}")
 
 
 def image_path(path: Path, folder: Path | None) -> Path:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from lockstep.config.preference import PreferenceDataConfig, RMDataConfig
 from lockstep.data.files import FileRow
-from lockstep.data.image_prompts import num_images
+from lockstep.data.image_prompts import num_pictures
 from lockstep.data.rows import parse_dialogue
 from lockstep.data.sft_dataset import Piece, SupervisedRows, create_dataset, plain_message
 from lockstep.protocol.images import IMAGES
@@ -111,7 +111,7 @@ class PreferenceDataset(SupervisedRows):
         if self.images is not None:
             self.images.check_text(row, f"the {row.columns['side']} answer", row.columns["answer"])
         return [
-            Piece(self.render(row, prompt, generate=True), False, num_images(prompt)),
+            Piece(self.render(row, prompt, generate=True), False, num_pictures(prompt)),
             Piece(f"{row.columns['answer']}{self.tokenizer.eos_token}", True),
         ]
 

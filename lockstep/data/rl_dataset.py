@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from lockstep.config.data import DataConfig
 from lockstep.data.files import FileRow, drop_none, file_digests, media_columns, read_rows, refuse_media_of
 from lockstep.data.fingerprint import image_content
-from lockstep.data.image_prompts import RowImages, num_images, usable, with_data_uris
+from lockstep.data.image_prompts import RowImages, num_pictures, usable, with_data_uris
 from lockstep.data.rows import rows_by_source, to_schema
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import truncate_ids
@@ -46,8 +46,8 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     All rows are checked on construction, so that a bad row stops the run before it starts.
 
-    processor: of a model that reads images (transformers' AutoProcessor); its tokenizer is `tokenizer`. Rows may then have images,
-    and each sample has `multi_modal_inputs`: its `ImageInputs`, or None. They are prepared when a row is read.
+    processor: of a model that reads images (transformers' AutoProcessor); its tokenizer is `tokenizer`. Rows may then have images
+    and videos, and each sample has `multi_modal_inputs`: its `ImageInputs`, or None. They are prepared when a row is read.
 
     A script may pass `config` as a mapping with some of the keys. Then, as in verl, overlong prompts are dropped unless
     `filter_overlong_prompts: false`.
@@ -124,7 +124,7 @@ class RLHFDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         position, row = self.rows[item]
-        if self.images is not None and self._num_images(row):
+        if self.images is not None and self._num_pictures(row):
             return self._image_sample(position, row, self.images)
         ids = self._encoded[position].tolist() if position in self._encoded else self._encode([row])[0]
         sample = self._sample(position, row, ids)
@@ -138,19 +138,20 @@ class RLHFDataset(Dataset[dict[str, Any]]):
             sample["raw_prompt"] = with_data_uris(sample["raw_prompt"], pictures)
         return sample
 
-    def _num_images(self, row: FileRow) -> int:
-        return num_images(row.columns[self.config.prompt_key])
+    def _num_pictures(self, row: FileRow) -> int:
+        return num_pictures(row.columns[self.config.prompt_key])
 
     def _with_image_parts(self, row: FileRow) -> FileRow:
-        """The row with its images in its messages."""
+        """The row with its images and videos in its messages."""
         assert self.images is not None
         placed = self.images.place(row, row.columns[self.config.prompt_key])
-        others = {name: value for name, value in row.columns.items() if name != self.config.image_key}
+        read = (self.config.image_key, self.config.video_key)
+        others = {name: value for name, value in row.columns.items() if name not in read}
         return replace(row, columns=others | {self.config.prompt_key: placed})
 
     def _prepare_images(self) -> None:
         """Measure the prompts with images, all of which are read for that; rows with bad ones are an error, or are dropped."""
-        rows, config = [entry for entry in self.rows if self._num_images(entry[1])], self.config
+        rows, config = [entry for entry in self.rows if self._num_pictures(entry[1])], self.config
         bad: set[int] = set()
         results = usable(self._measured, [row for _, row in rows], drop=config.filter_bad_images)
         for (position, row), result in zip(rows, results):

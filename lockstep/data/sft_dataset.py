@@ -24,7 +24,7 @@ from lockstep.config.data import SequenceDataConfig, SFTDataConfig
 from lockstep.config.sft import SFTRunDataConfig, SupervisedDataConfig
 from lockstep.data.files import FileRow, drop_none, file_digests, read_rows, refuse_media_of
 from lockstep.data.fingerprint import image_content
-from lockstep.data.image_prompts import RowImages, num_images, usable
+from lockstep.data.image_prompts import RowImages, num_pictures, usable
 from lockstep.data.settings import from_mapping
 from lockstep.data.tensors import kept_ends
 from lockstep.protocol.images import IMAGES, ImageInputs
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 class Piece(NamedTuple):
-    """Part of a sequence's text, whether the loss is computed on it, and the images whose tokens are in it."""
+    """Part of a sequence's text, whether the loss is computed on it, and the images and videos whose tokens are in it."""
 
     text: str
     is_target: bool
-    num_images: int = 0
+    num_pictures: int = 0
 
 
 Sample = dict[str, Any]
@@ -130,7 +130,7 @@ class SupervisedRows(Dataset[Any]):
         assert self.images is not None
         row = self.rows[item]
         messages = self.conversation(row)
-        if not num_images(messages):
+        if not num_pictures(messages):
             return None
         text = "".join(piece.text for piece in self.pieces(row))
         return self.images.encode(row, text, self.images.pictures(row, messages))[1]
@@ -161,7 +161,7 @@ class SupervisedRows(Dataset[Any]):
         images = self.images
         if images is None:
             return {}
-        seeing = {id(self.rows[i]): i for i, row in enumerate(pieces) if any(piece.num_images for piece in row)}
+        seeing = {id(self.rows[i]): i for i, row in enumerate(pieces) if any(piece.num_pictures for piece in row)}
 
         def tokens_of(row: FileRow) -> Tokens:
             number = seeing[id(row)]
@@ -170,17 +170,17 @@ class SupervisedRows(Dataset[Any]):
             ids: list[list[int]] = []
             start = 0
             for piece in own:
-                if piece.is_target and piece.num_images:
+                if piece.is_target and piece.num_pictures:
                     raise ValueError(f"{row.location}: an assistant message has an image; the model writes text only")
-                given = pictures[start : (start := start + piece.num_images)]
+                given = pictures[start : (start := start + piece.num_pictures)]
                 ids.append(
                     images.encode(row, piece.text, given)[0]
                     if given
                     else self.tokenizer(piece.text, add_special_tokens=False)["input_ids"]
                 )
-            if sum(piece.num_images > 0 for piece in own) > 1:
+            if sum(piece.num_pictures > 0 for piece in own) > 1:
                 _, inputs = images.encode(row, "".join(piece.text for piece in own), pictures)
-                if sum(part.count(inputs.token_id) for part in ids) != sum(inputs.num_tokens):
+                if sum(token in inputs.placeholders for part in ids for token in part) != sum(inputs.num_tokens):
                     raise ValueError(f"{row.location}: the processor makes other tokens of images in several messages")
             return _joined(own, ids)
 
@@ -256,8 +256,8 @@ class MultiTurnSFTDataset(SupervisedRows):
                 ):
                     if not whole.startswith(prefix):
                         return self._render_turns_separately(row, messages, options)
-                    bounds.append((len(prefix), num_images(messages[:end])))
-        bounds.append((len(whole), num_images(messages)))
+                    bounds.append((len(prefix), num_pictures(messages[:end])))
+        bounds.append((len(whole), num_pictures(messages)))
         pieces = [
             Piece(whole[start:end], i % 2 == 1, later - earlier)
             for i, ((start, earlier), (end, later)) in enumerate(pairwise(bounds))
@@ -295,9 +295,9 @@ class MultiTurnSFTDataset(SupervisedRows):
             text = self.render(row, turn, **(options if i == 0 else {}))
             text = text if i == 0 else text.removeprefix(default_system)
             if turn[0]["role"] != "assistant":
-                pieces.append(Piece(text, False, num_images(turn)))
+                pieces.append(Piece(text, False, num_pictures(turn)))
             elif text.startswith(head):
-                pieces += [Piece(head, False), Piece(text[len(head) :], True, num_images(turn))]
+                pieces += [Piece(head, False), Piece(text[len(head) :], True, num_pictures(turn))]
             else:
                 raise ValueError(f"{row.location}: an assistant turn does not begin with the chat template's {head!r}")
         return pieces
@@ -323,7 +323,7 @@ class SFTDataset(SupervisedRows):
             self.images.check_text(row, "the response", response)
         rendered = self.render(row, prompt, generate=True)
         return [
-            Piece(rendered, False, num_images(prompt)),
+            Piece(rendered, False, num_pictures(prompt)),
             Piece(f"{response}{self.tokenizer.eos_token}", True),
         ]
 

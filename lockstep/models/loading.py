@@ -40,6 +40,7 @@ from lockstep.models.lora import merged, read_adapter
 from lockstep.models.lora_identity import trained_on_4bit_base
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import fix_rope
+from lockstep.models.video_positions import fix_video_positions
 from lockstep.models.vision import auto_class, body_of, is_vision
 from lockstep.models.weight_source import (
     FolderWeights,
@@ -236,6 +237,7 @@ def _open(
     if config.load_in_4bit:
         use_4bit_linears(model, dtype)
     fix_rope(model, max_length)
+    fix_video_positions(model)
     return model.eval(), weights
 
 

@@ -19,8 +19,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from lockstep.models.attention import AttentionContext, PackedAttention, PaddedAttention
+from lockstep.models.placeholders import tokens_among
 from lockstep.models.ulysses import SequenceGroup, UlyssesAttention
-from lockstep.protocol.images import ImageInputs, check_placeholders, with_content
+from lockstep.protocol.images import ImageInputs, check_placeholders, is_placeholder, with_content
 from lockstep.protocol.tokens import first_alike, images_of
 from lockstep.utils.device import to_device
 
@@ -47,7 +48,7 @@ class ForwardRows:
     routes:         (T, L, K) the experts of each token by the column `routed_experts` (`models/router_replay.py`), if there is one.
     images:         the images of the rows, each once; None if the batch has no column of images.
     features:       (P,) for each placeholder token in input_ids, its feature among those of `images`.
-    image_token:    the placeholder token, if there are images.
+    placeholders:   the placeholder tokens, if there are images.
     row_images:     the images of each row, for rows.
     row_prompts:    tokens of each row's prompt, for rows.
     places:         (B, S) index into the flattened hidden states of the token at each position of a row, -1 if there is none;
@@ -71,7 +72,7 @@ class ForwardRows:
     sequence: SequenceGroup | None = None
     images: tuple[ImageInputs, ...] | None = None
     features: Tensor | None = None
-    image_token: int | None = None
+    placeholders: tuple[int, ...] = ()
     row_images: tuple[ImageInputs | None, ...] = ()
     row_prompts: tuple[int, ...] = ()
 
@@ -269,14 +270,14 @@ def _with_images(tokens: _Tokens, images: Sequence[ImageInputs | None], rope: Ro
 
     The token of a padding row, which has one token and no images, is 0 if it was a placeholder.
     """
-    token_id = next(image.token_id for image in images if image is not None)
+    placeholders = _placeholders_of(images)
     mask, positions = tokens.mask, tokens.positions
     is_padding = np.array([image is None for image in images]) & (mask.sum(-1) == 1)
-    input_ids = np.where((tokens.input_ids == token_id) & is_padding[:, None], 0, tokens.input_ids)
+    input_ids = np.where(is_placeholder(tokens.input_ids, placeholders) & is_padding[:, None], 0, tokens.input_ids)
     content = input_ids.copy()
     for row, image in enumerate(images):
         ids = input_ids[row, mask[row]]
-        check_placeholders(int((ids == token_id).sum()), image)
+        check_placeholders(int(is_placeholder(ids, placeholders).sum()), image)
         if image is None:
             continue
         content[row, mask[row]] = with_content(ids, image)
@@ -303,11 +304,16 @@ def _with_features(
             first[image.digests] = num_features
             distinct.append(image)
             num_features += sum(image.num_tokens)
-        is_image = tokens.input_ids[row] == image.token_id
+        is_image = is_placeholder(tokens.input_ids[row], image.placeholders)
         number = (is_image & tokens.mask[row]).cumsum() - 1  # of the placeholder in its row
         found.append(first[image.digests] + number[is_image & kept[row]])
     features = torch.from_numpy(np.concatenate(found))
-    return replace(rows, images=tuple(distinct), features=features, image_token=distinct[0].token_id)
+    return replace(rows, images=tuple(distinct), features=features, placeholders=_placeholders_of(images))
+
+
+def _placeholders_of(images: Sequence[ImageInputs | None]) -> tuple[int, ...]:
+    """The placeholder tokens of all rows."""
+    return tuple(sorted({token for image in images if image is not None for token in image.placeholders}))
 
 
 class _Pack:
@@ -357,8 +363,7 @@ def _slice_of(rows: ForwardRows, pack: _Pack, sequence: SequenceGroup, device: t
     ended = (rows.last >= start) & (rows.last < start + share)
     routes = places = features = None
     if rows.features is not None:
-        assert rows.image_token is not None
-        is_image = rows.input_ids.eq(rows.image_token)
+        is_image = tokens_among(rows.input_ids, rows.placeholders)
         before, here = (int(is_image[:, a:b].sum()) for a, b in ((0, start), (start, start + share)))
         features = rows.features[before : before + here]
     if rows.routes is not None:
@@ -382,5 +387,5 @@ def _slice_of(rows: ForwardRows, pack: _Pack, sequence: SequenceGroup, device: t
         sequence=sequence,
         images=rows.images,
         features=features,
-        image_token=rows.image_token,
+        placeholders=rows.placeholders,
     )

@@ -12,7 +12,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processo
 
 from lockstep.config.data import ImageDataConfig
 from lockstep.utils.model_path import base_folder, local_model_folder
-from lockstep.utils.vision import reads_images
+from lockstep.utils.vision import model_type_of, reads_images, why_no_video_processor
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,10 @@ def hf_processor(
     folder = base_folder(local_model_folder(path, key, weights=False), key, weights=False)
     processor = load_processor(folder, trust_remote_code) if reads_images(folder) else None
     if processor is None:
-        if config.min_pixels is not None or config.max_pixels is not None:
-            raise ValueError(f"data.min_pixels and data.max_pixels: {key}={path} has no processor of images")
+        if any(limit is not None for limit in (config.min_pixels, config.max_pixels, config.max_video_pixels)):
+            raise ValueError(
+                f"data.min_pixels, data.max_pixels and data.max_video_pixels: {key}={path} has no processor of images"
+            )
         if reads_images(folder):
             logger.warning("%s=%s has no processor (%s): it is used for text", key, path, ", ".join(PROCESSOR_FILES))
         return None
@@ -42,6 +44,7 @@ def hf_processor(
     if tokenizer.chat_template is None:
         tokenizer.chat_template = processor.chat_template
     _limit_pixels(processor.image_processor, config)
+    _limit_video_pixels(processor, config.max_video_pixels)
     return processor
 
 
@@ -61,20 +64,37 @@ def _limit_pixels(image_processor: Any, config: ImageDataConfig) -> None:
     image_processor.size = size
 
 
+def _limit_video_pixels(processor: Any, most: int | None) -> None:
+    if most is None:
+        return
+    if reason := getattr(processor, "no_videos", f"{type(processor).__name__} takes no videos"):
+        raise ValueError(f"data.max_video_pixels={most}: {reason}")
+    size = dict(processor.video_processor.size) | {"longest_edge": most}
+    if size["shortest_edge"] > most:
+        raise ValueError(f"data.max_video_pixels={most} is below the model's least number, {size['shortest_edge']}")
+    processor.video_processor.size = size
+
+
 def load_processor(folder: str | Path, trust_remote_code: bool = False, **kwargs: Any) -> Any:
     """The processor in a local model folder; None if the folder has none (a text model).
 
-    A processor that takes images and videos is loaded for images only: transformers' video processors need torchvision and
-    settings that the folder may not have. Without torchvision, images are prepared by PIL.
+    A processor that takes images and videos is loaded for images only if the model's videos are not read, or if torchvision is
+    missing, which transformers' video processors need. Then its `no_videos` says why; else that is empty. Without torchvision,
+    images are prepared by PIL.
     """
     folder = Path(folder).expanduser()
     if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         return None
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True, **kwargs}
     processor_class = _processor_class(folder)
+    no_videos = why_no_video_processor(model_type_of(folder))
     if processor_class is None or "video_processor" not in processor_class.get_attributes():
-        return AutoProcessor.from_pretrained(str(folder), **options)
-    return images_only(processor_class).from_pretrained(str(folder), **options)
+        processor = AutoProcessor.from_pretrained(str(folder), **options)
+    else:
+        cls = images_only(processor_class) if no_videos else processor_class
+        processor = cls.from_pretrained(str(folder), **options)
+    processor.no_videos = no_videos
+    return processor
 
 
 def copy_processor(model: PreTrainedModel, folder: Path) -> None:

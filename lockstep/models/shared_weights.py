@@ -23,6 +23,7 @@ from lockstep.models.lora import copy_adapters
 from lockstep.models.packed_weights import pack_weights
 from lockstep.models.rope import copy_rope
 from lockstep.models.split_weights import split_of
+from lockstep.models.video_positions import fix_video_positions
 from lockstep.utils.tensor_places import named
 
 
@@ -36,6 +37,7 @@ def rollout_module(model: PreTrainedModel) -> PreTrainedModel:
         )
     install_decoder_layers(module)
     copy_rope(model, module)
+    fix_video_positions(module)
     if has_4bit_linears(model):
         use_4bit_linears(module, model.dtype)
     copy_adapters(model, module)

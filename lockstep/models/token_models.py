@@ -159,7 +159,7 @@ def _hidden_states(model: Any, rows: ForwardRows) -> Tensor:
         if rows.images:
             assert rows.features is not None
             features = image_features(model, rows.images).take(rows.features)
-        inputs = embed_images(model, rows.input_ids, features, rows.image_token)
+        inputs = embed_images(model, rows.input_ids, features, rows.placeholders)
         inputs["inputs_embeds"] = with_tower_in_graph(model, inputs["inputs_embeds"])
     out = decoder_of(model)(
         **inputs,

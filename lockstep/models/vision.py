@@ -1,4 +1,4 @@
-"""Images of a vision-language model: features of its tower at the places of placeholder tokens, and the positions that follow.
+"""Images and videos of a vision-language model: features of its tower at placeholder tokens, and the positions that follow.
 
     ImageInputs ─► tower and projector (transformers' own) ─► features (N, E) ─┐
     token ids   ─► embedding ──────────────────────────────────────────────────┴─► inputs_embeds of the language model
@@ -22,7 +22,9 @@ from transformers import (
 )
 
 from lockstep.models.decoder import decoder_of
-from lockstep.protocol.images import ImageInputs
+from lockstep.models.placeholders import tokens_among
+from lockstep.models.video_positions import continue_after_videos
+from lockstep.protocol.images import SECONDS, ImageInputs
 from lockstep.utils.device import to_device
 from lockstep.utils.vision import SEEING
 
@@ -99,35 +101,49 @@ class ImageFeatures:
 
 
 def image_features(model: Any, images: Sequence[ImageInputs]) -> ImageFeatures:
-    """The features of all images, by the model's own tower and projector; differentiable.
+    """The features of all images and videos, by the model's own tower and projector; differentiable.
 
     model: a model with `get_image_features`, on whose device and in whose dtype they are computed. Images whose tensors have the
-    same shape beyond the first dimension are computed together.
+    same shape beyond the first dimension are computed together, and so are videos.
     """
-    found: list[ImageFeatures | None] = [None] * len(images)
+    found: list[dict[bool, ImageFeatures]] = [{} for _ in images]
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, image in enumerate(images):
-        shapes = tuple((name, *value.shape[1:]) for name, value in sorted(image.tensors.items()))
-        alike.setdefault(shapes, []).append(i)
-    for rows in alike.values():
-        features = _features_of(model, [images[i] for i in rows])
+        for videos in sorted(set(image.kinds)):
+            shapes = ((name, *value.shape[1:]) for name, value in sorted(image.tensors_of(videos).items()))
+            alike.setdefault((videos, *shapes), []).append(i)
+    for (videos, *_), rows in alike.items():
+        features = _features_of(model, [images[i].tensors_of(videos) for i in rows], videos)
         start = 0
         for i in rows:
-            found[i] = features.slice(start, start := start + sum(images[i].num_tokens))
+            found[i][videos] = features.slice(start, start := start + images[i].num_tokens_of(videos))
         if start != len(features):
+            what = "videos" if videos else "images"
             raise ValueError(
-                f"{type(model).__name__} has {len(features)} features for images with {start} placeholder tokens: its processor "
+                f"{type(model).__name__} has {len(features)} features for {what} with {start} placeholder tokens: its processor "
                 "does not fit it"
             )
-    return ImageFeatures.cat([features for features in found if features is not None])
+    return ImageFeatures.cat([_in_order(image, of_kind) for image, of_kind in zip(images, found)])
 
 
-def _features_of(model: Any, images: Sequence[ImageInputs]) -> ImageFeatures:
+def _in_order(images: ImageInputs, of_kind: dict[bool, ImageFeatures]) -> ImageFeatures:
+    """The features of images and videos in the order of the placeholders."""
+    if len(of_kind) == 1:
+        return next(iter(of_kind.values()))
+    start = {False: 0, True: 0}
+    parts = []
+    for is_video, number in zip(images.kinds, images.num_tokens):
+        parts.append(of_kind[is_video].slice(start[is_video], start[is_video] + number))
+        start[is_video] += number
+    return ImageFeatures.cat(parts)
+
+
+def _features_of(model: Any, tensors: Sequence[dict[str, Tensor]], videos: bool) -> ImageFeatures:
+    method = "get_video_features" if videos else "get_image_features"
     weight = model.get_input_embeddings().weight
-    known = inspect.signature(base_of(model).get_image_features).parameters
-    names = [name for name in images[0].tensors if name in known]
-    inputs = {name: _like(torch.cat([image.tensors[name] for image in images]), weight) for name in names}
-    out = model.get_image_features(**inputs, return_dict=True)
+    known = inspect.signature(getattr(base_of(model), method)).parameters
+    inputs = {name: _like(torch.cat([one[name] for one in tensors]), weight) for name in tensors[0] if name in known}
+    out = getattr(model, method)(**inputs, return_dict=True)
     deepstack = getattr(out, "deepstack_features", None) or ()
     return ImageFeatures(_flat(out.pooler_output), tuple(_flat(layer) for layer in deepstack))
 
@@ -143,14 +159,16 @@ def _flat(features: Any) -> Tensor:
     return torch.cat([part.flatten(0, -2) for part in parts])
 
 
-def embed_images(model: Any, token_ids: Tensor, features: ImageFeatures | None, token_id: int | None) -> dict[str, Any]:
+def embed_images(
+    model: Any, token_ids: Tensor, features: ImageFeatures | None, placeholders: Sequence[int]
+) -> dict[str, Any]:
     """Keyword arguments for the decoder instead of input_ids (1, T): embeddings with the features at the placeholders.
 
-    token_id: the placeholder token; there are as many of them as features.
+    placeholders: their tokens; there are as many of them as features.
     """
     if features is None:
         return {"inputs_embeds": model.get_input_embeddings()(token_ids)}
-    is_image = token_ids.eq(-1 if token_id is None else token_id)
+    is_image = tokens_among(token_ids, placeholders)
     # a placeholder's own embedding is not used, and its id may lie beyond the vocabulary
     embeds = model.get_input_embeddings()(token_ids.masked_fill(is_image, 0))
     embeds = embeds.masked_scatter(is_image[..., None], features.embeds.to(embeds.dtype))
@@ -166,7 +184,7 @@ def embed_images(model: Any, token_ids: Tensor, features: ImageFeatures | None, 
 def rope_positions(model: Any, token_ids: Sequence[int], images: ImageInputs | None) -> Tensor | None:
     """(3, L) positions in time, height and width on the CPU, by the model's own `get_rope_index`; None if positions are 0..L-1.
 
-    After the last image they are consecutive and the same in all three rows.
+    After the last image they are consecutive and the same in all three rows; see `continue_after_videos`.
     """
     base = base_of(model)
     if not hasattr(base, "get_rope_index"):
@@ -174,10 +192,18 @@ def rope_positions(model: Any, token_ids: Sequence[int], images: ImageInputs | N
     if images is None:
         return torch.arange(len(token_ids)).expand(3, -1)
     ids = torch.tensor([list(token_ids)])
-    tensors = {name: value.cpu() for name, value in images.tensors.items() if name.endswith("grid_thw")}
-    is_image = (ids == images.token_id).int()
-    positions: Tensor = base.get_rope_index(ids, mm_token_type_ids=is_image, **tensors)[0]
-    return positions[:, 0]
+    tensors = {
+        name: value.cpu() for name, value in images.tensors.items() if name.endswith("grid_thw") or name == SECONDS
+    }
+    kinds = _token_kinds(ids, images)
+    positions: Tensor = base.get_rope_index(ids, mm_token_type_ids=kinds, **tensors)[0]
+    return continue_after_videos(positions[:, 0], kinds[0])
+
+
+def _token_kinds(token_ids: Tensor, images: ImageInputs) -> Tensor:
+    """1 at placeholders of images, 2 at those of videos, else 0."""
+    kinds = (token_ids == images.token_id).int()
+    return kinds if images.video_token_id is None else kinds + 2 * (token_ids == images.video_token_id).int()
 
 
 def base_of(model: Any) -> Any:
@@ -191,14 +217,16 @@ def own_inputs(
     """Keyword arguments of the model's own forward for a row (1, L) with images, or for prompts (B, L) padded on the left.
     num_prompt_tokens: of a row; None for prompts."""
     weight = model.get_input_embeddings().weight
-    inputs = {name: _like(value, weight) for name, value in images.tensors.items()}
+    inputs = {name: _like(value, weight) for name, value in images.tensors.items() if name != SECONDS}
+    if SECONDS in images.tensors:  # times are not rounded to the weights' type
+        inputs[SECONDS] = to_device(images.tensors[SECONDS], weight.device)
     known = inspect.signature(base_of(model).forward).parameters
     kinds = [name for name in ("mm_token_type_ids", "token_type_ids") if name in known]
     if model.config.model_type in PREFIX_TYPES:
         place = torch.arange(token_ids.shape[1], device=token_ids.device)
         is_response = place >= (num_prompt_tokens or len(place))
         return inputs | dict.fromkeys(kinds, is_response.int().expand_as(token_ids))
-    return inputs | dict.fromkeys(kinds, (token_ids == images.token_id).int())
+    return inputs | dict.fromkeys(kinds, _token_kinds(token_ids, images))
 
 
 def tower_of(model: Any) -> nn.Module | None:

@@ -1,7 +1,8 @@
-"""The images of one sequence: what the model's processor made of them, and what tells them apart.
+"""The images and videos of one sequence: what the model's processor made of them, and what tells them apart.
 
 A placeholder token stands for each feature of an image that the model reads. Equal tokens with different images are different
-sequences: prompts are compared and shared by their `content_ids`, not by token ids.
+sequences: prompts are compared and shared by their `content_ids`, not by token ids. Videos are images of another kind: they have
+their own placeholder token and tensors, and share the order of the placeholders.
 """
 
 from collections.abc import Sequence
@@ -15,19 +16,25 @@ from torch import Tensor
 
 IMAGES = "multi_modal_inputs"
 """The column of a batch with the images of each row, or None."""
+SECONDS = "second_per_grid_ts"
+"""The tensor with the seconds between two temporal patches of each video (Qwen2.5-VL)."""
 
 
 @dataclass(frozen=True, eq=False)
 class ImageInputs:
     """Samples of one prompt refer to the same object, so that a batch has it once.
 
-    tensors:    what the processor returns besides token ids (pixel_values, image_grid_thw, …), of all images in the order of
-                their placeholders; each is concatenated over images along the first dimension. Images that came at different times
-                may have another number of tiles: missing ones are zero, as in the processor's own batches.
-    token_id:   the placeholder token.
-    num_tokens: placeholder tokens of each image in the sequence.
-    digests:    of the pixels that the processor was given of each image, 16 bytes.
-    files:      each image as it was given (PNG, JPEG, …), for engines that prepare images by themselves, and for dumps.
+    tensors:        what the processor returns besides token ids (pixel_values, image_grid_thw, …; of videos pixel_values_videos,
+                    video_grid_thw, …), of all images in the order of their placeholders; each is concatenated over images along
+                    the first dimension. Images that came at different times may have another number of tiles: missing ones are
+                    zero, as in the processor's own batches.
+    token_id:       the placeholder token of images.
+    num_tokens:     placeholder tokens of each image in the sequence. Those of a video may have text between its frames.
+    digests:        of the pixels that the processor was given of each image, 16 bytes; of a video, of its frames and their times.
+    files:          each image as it was given (PNG, JPEG, …), for engines that prepare images by themselves, and for dumps; of a
+                    video, a picture of its frames.
+    are_videos:     whether each of them is a video; empty if none is.
+    video_token_id: the placeholder token of videos; None if there are none.
     """
 
     tensors: dict[str, Tensor]
@@ -35,6 +42,30 @@ class ImageInputs:
     num_tokens: tuple[int, ...]
     digests: tuple[bytes, ...]
     files: tuple[bytes, ...] = field(default=(), repr=False)
+    are_videos: tuple[bool, ...] = ()
+    video_token_id: int | None = None
+
+    @property
+    def has_videos(self) -> bool:
+        return any(self.are_videos)
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """`are_videos`, also if none is."""
+        return self.are_videos or (False,) * len(self.num_tokens)
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """The placeholder tokens."""
+        return (self.token_id,) if self.video_token_id is None else (self.token_id, self.video_token_id)
+
+    def tensors_of(self, videos: bool) -> dict[str, Tensor]:
+        """The tensors of its videos, or those of its images."""
+        return {name: value for name, value in self.tensors.items() if is_of_videos(name) == videos}
+
+    def num_tokens_of(self, videos: bool) -> int:
+        """The placeholder tokens of its videos, or those of its images."""
+        return sum(number for number, is_video in zip(self.num_tokens, self.kinds) if is_video == videos)
 
     def __getstate__(self) -> dict[str, Any]:
         """Tensors as arrays: as tensors, each would take a file descriptor between a loader process and the trainer."""
@@ -57,17 +88,32 @@ class ImageInputs:
         """With the images that follow in the same sequence."""
         if later is None:
             return self
+        both = self.tensors.keys() & later.tensors.keys()
+        joined = {name: _padded_cat(self.tensors[name], later.tensors[name]) for name in both}
         return ImageInputs(
-            {name: _padded_cat(value, later.tensors[name]) for name, value in self.tensors.items()},
+            self.tensors | later.tensors | joined,
             self.token_id,
             self.num_tokens + later.num_tokens,
             self.digests + later.digests,
             self.files + later.files,
+            self.kinds + later.kinds if self.has_videos or later.has_videos else (),
+            self.video_token_id if later.video_token_id is None else later.video_token_id,
         )
 
     def to_state(self) -> dict[str, Any]:
         """As plain data for `utils.state_file`; the arguments that make it again."""
         return {part.name: getattr(self, part.name) for part in fields(self)}
+
+
+def is_of_videos(name: str) -> bool:
+    """Whether a tensor of processors belongs to videos."""
+    return "video" in name or name == SECONDS
+
+
+def is_placeholder(ids: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+    """Which of the token ids are placeholders. tokens: those of the images."""
+    found: np.ndarray = np.isin(ids, tokens)
+    return found
 
 
 def _padded_cat(one: Tensor, other: Tensor) -> Tensor:
@@ -104,7 +150,7 @@ def content_ids(token_ids: Sequence[int], images: ImageInputs | None) -> list[in
     """
     ids = np.array(token_ids, dtype=np.int64)
     if images is not None and len(ids):
-        check_placeholders(int((ids == images.token_id).sum()), images)
+        check_placeholders(int(is_placeholder(ids, images.placeholders).sum()), images)
     found: list[int] = with_content(ids, images).tolist()
     return found
 
@@ -122,7 +168,7 @@ def with_content(ids: np.ndarray, images: ImageInputs | None) -> np.ndarray:
     """`content_ids` of the first tokens of a sequence."""
     if images is None:
         return ids
-    is_image = ids == images.token_id
+    is_image = is_placeholder(ids, images.placeholders)
     numbers = np.array([-1 - int.from_bytes(digest[:7], "little") for digest in images.digests], dtype=np.int64)
     out = ids.astype(np.int64)
     out[is_image] = np.repeat(numbers, images.num_tokens)[: int(is_image.sum())]

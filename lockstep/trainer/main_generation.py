@@ -17,6 +17,7 @@ from lockstep.kernels.gpu_warmup import start_gpu_warmup
 from lockstep.trainer.generation.generated_rows import GeneratedRows, job_of
 from lockstep.trainer.run.command import run_program
 from lockstep.trainer.run.errors import RunError
+from lockstep.trainer.run.inputs import why_no_videos_in_rows
 from lockstep.trainer.run.preflight import check_positions, check_weights
 from lockstep.utils.dataset_files import local_data_files
 from lockstep.utils.files import ensure_writable
@@ -71,7 +72,9 @@ def prepare(config: GenerationConfig) -> GeneratedRows:
     if config.model.tokenizer_path:
         local_model_folder(config.model.tokenizer_path, "model.tokenizer_path", weights=False)
     files = local_data_files(config.data.path, "val", "data.path")
-    refuse_media(files, "data.path", config.data, text_only=None if reads_images(base) else TEXT_MODEL)
+    text_only = None if reads_images(base) else TEXT_MODEL
+    no_videos = why_no_videos_in_rows(base, config.rollout.name)
+    refuse_media(files, "data.path", config.data, text_only=text_only, no_videos=no_videos)
     return GeneratedRows(config, job_of(config, folders, files))
 
 

@@ -1,6 +1,7 @@
 """Vision models, told by their config.json: which read images, which are used for text alone, and which are refused."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ SEEING = frozenset(
     }
 )
 """Types of vision models whose images are read."""
+WATCHING = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
+"""Those whose videos are read."""
 TEXT_PARTS = frozenset(
     {
         *("emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git", "got_ocr2", "llama4", "mllama"),
@@ -45,6 +48,26 @@ def reads_images(folder: Path) -> bool:
     """Whether the model in `folder` has a vision tower that is used."""
     config = _config(folder)
     return config.get("model_type") in SEEING and config.get("vision_config") is not None
+
+
+def why_no_videos(model_type: str) -> str:
+    """Why a model of images reads no videos; empty if it does."""
+    if model_type in WATCHING:
+        return ""
+    return f"models of type {model_type} read no videos here (those of types {', '.join(sorted(WATCHING))} do)"
+
+
+def why_no_video_processor(model_type: str) -> str:
+    """Why this machine cannot prepare videos for a model; empty if it can."""
+    if reason := why_no_videos(model_type):
+        return reason
+    if find_spec("torchvision") is None:
+        return "videos are prepared with torchvision, which is not installed; install the version that fits the installed torch"
+    return ""
+
+
+def model_type_of(folder: Path) -> str:
+    return str(_config(folder).get("model_type", ""))
 
 
 def vision_problem(folder: Path) -> str:

@@ -30,6 +30,7 @@ from lockstep.utils.fingerprint import fingerprint
 from lockstep.utils.out_of_memory import refusal_in
 from lockstep.utils.progress import count
 from lockstep.utils.step_stop import generation_stopped
+from lockstep.utils.vision import why_no_videos
 
 
 class RolloutEngine(ABC):
@@ -287,17 +288,19 @@ def check_request_images(request: GenerationRequest, hf_config: PretrainedConfig
     """ValueError if the model cannot read the request's images, or if they do not fit its placeholders."""
     if request.images is not None and (reason := why_no_images(hf_config)):
         raise ValueError(f"the prompt has images, which {hf_config.model_type} cannot read: {reason}")
+    if request.images is not None and request.images.has_videos and (reason := why_no_videos(hf_config.model_type)):
+        raise ValueError(f"the prompt has videos: {reason}")
     check_request_placeholders(request, placeholder_ids(hf_config))
 
 
 def check_request_placeholders(request: GenerationRequest, known: Collection[int]) -> None:
     """ValueError if the prompt has other placeholders than those of its images. known: all of the model."""
-    own = None if request.images is None else request.images.token_id
-    if others := [token for token in request.prompt_ids if token in known and token != own]:
-        what = "but no image" if request.images is None else f"whose placeholder is token {own}"
+    own = () if request.images is None else request.images.placeholders
+    if others := [token for token in request.prompt_ids if token in known and token not in own]:
+        what = "but no image" if request.images is None else f"whose placeholder is token {' or '.join(map(str, own))}"
         raise ValueError(f"the prompt has {len(others)} placeholder tokens ({others[0]}) of an image or video, {what}")
     if request.images is not None:
-        check_placeholders(request.prompt_ids.count(request.images.token_id), request.images)
+        check_placeholders(sum(map(request.prompt_ids.count, own)), request.images)
 
 
 def responses_of(outcomes: Mapping[int, Outcome]) -> dict[int, Completion]:

@@ -2,8 +2,14 @@
 
 from lockstep.protocol.generation import GenerationRequest
 
+NO_VIDEOS = "has no videos of prompts; set actor_rollout_ref.rollout.name=embedded or hf"
 NEVER = -100.0
 """The least `logit_bias` of vLLM and SGLang: a token with it is never sampled."""
+
+
+def check_no_videos(request: GenerationRequest, engine: str) -> None:
+    if request.images is not None and request.images.has_videos:
+        raise ValueError(f"the prompt has videos, but {engine} {NO_VIDEOS}")
 
 
 def unexpanded(request: GenerationRequest) -> list[int]:

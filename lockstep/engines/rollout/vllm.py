@@ -32,7 +32,7 @@ from lockstep.engines.rollout.rollout_engine import (
     responses_of,
     stop_tokens,
 )
-from lockstep.engines.rollout.sent_images import NEVER, unexpanded
+from lockstep.engines.rollout.sent_images import NEVER, check_no_videos, unexpanded
 from lockstep.models.loading import load_causal_lm, load_hf_config, model_folder
 from lockstep.models.lora import install_adapters, merge_adapters
 from lockstep.models.placeholders import placeholder_ids
@@ -106,6 +106,7 @@ class VllmEngine(RolloutEngine):
 
     def add(self, request_id: int, request: GenerationRequest) -> None:
         check_request_images(request, self._hf_config)
+        check_no_videos(request, "rollout.name=vllm")
         prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
         if request.images is not None:
             prompt["prompt_token_ids"] = unexpanded(request)

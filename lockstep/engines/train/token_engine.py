@@ -65,6 +65,7 @@ from lockstep.utils.out_of_memory import is_out_of_memory
 from lockstep.utils.progress import count, phase
 from lockstep.utils.seqlen import agreed_runs
 from lockstep.utils.spans import spanned
+from lockstep.utils.vision import why_no_videos
 
 logger = logging.getLogger(__name__)
 
@@ -336,8 +337,8 @@ class TokenEngine(TrainEngine):
 
     def _partitions(self, batch: Batch, micro: MicroBatching) -> list[list[int]]:
         """Rows of each micro-batch, as many of them on every rank. A token budget is one rank's: `sp_size` ranks have more."""
-        if images_of(batch) is not None:
-            self._prepare_for_images()
+        if (images := images_of(batch)) is not None:
+            self._prepare_for_images(has_videos=any(image is not None and image.has_videos for image in images))
         micro, is_lowered = self.limits.within(micro), micro.limit_name in self.limits.sizes
         if self.layout == "rows":  # each row is one call, so that ranks call their layers equally often
             micro = replace(micro, num_rows=micro.group_size, max_tokens=None)
@@ -372,14 +373,16 @@ class TokenEngine(TrainEngine):
         rope = partial(rope_positions, self.model.transformer)
         return forward_rows(batch, self.device, self.layout, self.sequence, rope=rope, with_places=with_places)
 
-    def _prepare_for_images(self) -> None:
-        """ValueError if the model reads no images. From the first batch with images on, one that does not pack them computes by
-        its own forward."""
+    def _prepare_for_images(self, *, has_videos: bool) -> None:
+        """ValueError if the model reads no images, or no videos. From the first batch with images on, one that does not pack them
+        computes by its own forward."""
         config = self.model.hf_config
         if not is_vision(config):
             raise ValueError(f"the batch has images, but {config.model_type} cannot read them: {why_no_images(config)}")
         if not self.info.reads_images:
             raise ValueError(f"the batch has images: {type(self).__name__} trains on text alone; set strategy=fsdp")
+        if has_videos and (problem := why_no_videos(config.model_type)):
+            raise ValueError(f"the batch has videos: {problem}")
         reason = why_own_forward_with_images(config)
         if reason is None or not self._attends_here:
             return

@@ -16,6 +16,7 @@ from lockstep.config.ensemble import reward_parts
 from lockstep.config.placement import controller_of
 from lockstep.config.ppo import PPOConfig
 from lockstep.data.files import FileRow
+from lockstep.data.image_prompts import has_videos
 from lockstep.data.rl_dataset import RLHFDataset, agent_kwargs
 from lockstep.single_controller.message_process import ChildProcess, MessageProcess
 from lockstep.trainer.ppo.agent_rollout import AGENT_COLUMNS
@@ -48,7 +49,14 @@ def _prepare(agents: Agents, config: PPOConfig, datasets: tuple[Any, ...]) -> bo
     for dataset in datasets:
         if isinstance(dataset, RLHFDataset):
             for _, row in dataset.rows:
-                is_needed |= _is_multi_turn(agents, row)
+                is_multi_turn = _is_multi_turn(agents, row)
+                sees = dataset.images is not None
+                if is_multi_turn and sees and has_videos(row.columns[dataset.config.prompt_key]):
+                    raise ValueError(
+                        f"{row.location} has videos, which agents do not read; remove its agent_name (or "
+                        "actor_rollout_ref.rollout.agent.default_agent_loop), or the videos"
+                    )
+                is_needed |= is_multi_turn
                 uses_tools |= agents.tools_of(row.columns) is not None
             if is_needed and agents.tools:
                 dataset.use_tools(agents.tools_of)

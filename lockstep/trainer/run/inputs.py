@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.engines import TRAIN_ENGINES
+from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES
 from lockstep.config.placement import controller_of, need_reward_model, needed_models
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.roles import SECTIONS, SUPERVISED
@@ -17,7 +17,7 @@ from lockstep.trainer.run.preflight import check_positions, preflight
 from lockstep.utils.dataset_files import Use, local_data_files
 from lockstep.utils.generated_data import is_generated
 from lockstep.utils.model_path import base_folder, local_model_folder, revision_of
-from lockstep.utils.vision import reads_images
+from lockstep.utils.vision import model_type_of, reads_images, why_no_video_processor
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,7 @@ def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:
     weights = isinstance(config, SupervisedConfig) or controller_of(config) == "local"
     fetched: dict[str, Path] = {}
     sees = False
+    no_videos = ""
     for key, path in _models(config):
         folder = local_model_folder(path, key, weights=weights)
         base = base_folder(folder, key, weights=weights)
@@ -51,6 +52,9 @@ def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:
             logger.info("%s=%s is read from %s", key, path, folder)
         fetched[path] = folder
         sees = sees or (key in ACTOR_KEYS and reads_images(base))
+        if key in ACTOR_KEYS:
+            rollout = config.actor_rollout_ref.rollout.name if isinstance(config, PPOConfig) else None
+            no_videos = why_no_videos_in_rows(base, rollout)
         if isinstance(config, PPOConfig) and key == "actor_rollout_ref.model.path":
             check_positions(config, base)
     for key, path in _tokenizers(config):
@@ -66,7 +70,16 @@ def fetch_inputs(config: PPOConfig | SupervisedConfig) -> None:
         text_only = _engine_of_text(config) if sees else TEXT_MODEL
         for use, files in of_use.items():
             key = f"data.{use}_files"
-            refuse_media(local_data_files(files, use, key), key, config.data, text_only=text_only)
+            refuse_media(local_data_files(files, use, key), key, config.data, text_only=text_only, no_videos=no_videos)
+
+
+def why_no_videos_in_rows(base: Path, rollout: str | None) -> str:
+    """Why rows may have no videos, for a model of images in the folder `base`; empty if they may. rollout: the engine's name."""
+    if reason := why_no_video_processor(model_type_of(base)):
+        return reason
+    if rollout is not None and not ROLLOUT_ENGINES.info(rollout).reads_videos:
+        return f"actor_rollout_ref.rollout.name={rollout} takes no videos; set embedded or hf"
+    return ""
 
 
 def _engine_of_text(config: PPOConfig | SupervisedConfig) -> str | None:

@@ -273,8 +273,9 @@ class ModelRunner:
         """(1, T) tokens -> (T, E) hidden states. images: those whose placeholders are among the tokens, in their order."""
         inputs: dict[str, Any] = {"input_ids": token_ids}
         if images:
-            features, token_id = self.images.features(images), images[0][0].images.token_id
-            inputs = embed_images(self.model, token_ids, features, token_id)
+            features = self.images.features(images)
+            placeholders = {token for prompt, _, _ in images for token in prompt.images.placeholders}
+            inputs = embed_images(self.model, token_ids, features, sorted(placeholders))
         if self._mask is None or self._mask.device != self.device:
             self._mask = no_mask(self.device)
         mask: Any = self._mask

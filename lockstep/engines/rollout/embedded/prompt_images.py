@@ -37,7 +37,7 @@ class PromptImages:
         self.positions = positions
         self.rope_delta = 0 if positions is None else int(positions.max()) + 1 - len(prompt_ids)
         self.features: ImageFeatures | None = None
-        self._num_before = np.cumsum([0, *(token == images.token_id for token in prompt_ids)])
+        self._num_before = np.cumsum([0, *(token in images.placeholders for token in prompt_ids)])
 
     def feature_range(self, start: int, stop: int) -> tuple[int, int]:
         """The features of the tokens start..stop of a sequence with this prompt."""

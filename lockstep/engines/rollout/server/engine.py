@@ -32,6 +32,7 @@ from lockstep.engines.rollout.rollout_engine import (
     responses_of,
     stop_tokens,
 )
+from lockstep.engines.rollout.sent_images import check_no_videos
 from lockstep.engines.rollout.server.http import KEY, ServerError, Unavailable
 from lockstep.engines.rollout.server.inference_server import Server, open_server
 from lockstep.engines.rollout.server.pool import InFlight, ServerPool
@@ -127,6 +128,7 @@ class ServerEngine(RolloutEngine):
     def add(self, request_id: int, request: GenerationRequest) -> None:
         check_request_placeholders(request, self._placeholders)
         if request.images is not None:
+            check_no_videos(request, "rollout.name=server")
             self._check_images()
         self._start(request_id, self._in_flight(request))
 
