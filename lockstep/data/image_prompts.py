@@ -109,7 +109,7 @@ def read_part(part: Any, message: int, *, with_videos: bool = False) -> tuple[st
         own = {key: part[key] for key in _IMAGE_KEYS if part.get(key) is not None}
         return "image", own or None
     if kind in _VIDEO_TYPES and with_videos:
-        own = {key: value for key, value in part.items() if key != "type" and value is not None}
+        own = {key: value for key, value in part.items() if key not in ("type", "text") and value is not None}
         return "video", own or None
     supported = "text, image and video are" if with_videos else "text and image are"
     raise ValueError(f"a content part of message {message} has type {kind!r}; {supported} supported")

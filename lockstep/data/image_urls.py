@@ -43,6 +43,8 @@ def fetched(url: str, *, allow_private: bool = False) -> bytes:
             while len(content) <= MOST_BYTES and (chunk := reply.read1(_CHUNK_BYTES)):
                 content += chunk
             hosts.check_time()
+            if len(content) <= MOST_BYTES and reply.length:  # what is left of Content-Length
+                raise http.client.IncompleteRead(b"", reply.length)
     except _PrivateAddress as error:
         raise ImageError(
             f"is not fetched: {url[:200]} ({error}, which is not a public address); download it, or set "

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from lockstep.data.images import MOST_ASPECT, MOST_PIXELS, ImageError, content_of, read_image, regular_file
+from lockstep.data.images import MOST_ASPECT, MOST_BYTES, MOST_PIXELS, ImageError, content_of, read_image, regular_file
 
 SOURCES = ("video", "bytes", "video_url", "url", "path", "base64")
 """Keys of a video's mapping that say where it is; the first that is given counts."""
@@ -175,6 +175,9 @@ def _source(value: Any, folder: Path | None, fetch: Callable[[str], bytes] | Non
             f"is of type {type(value).__name__}; give a list of frames, a path, bytes, or {{'video': one of these}}"
         )
     content = content_of(value, folder, fetch, MOST_FILE_BYTES)
+    is_url = isinstance(value, str) and not value.lower().startswith("data:")
+    if len(content) > (most := MOST_BYTES if is_url else MOST_FILE_BYTES):
+        raise ImageError(f"has more than {most} bytes; {'download it' if is_url else 'make it smaller'}")
     if not content:
         raise ImageError("is empty (0 bytes); write the file again")
     return io.BytesIO(content)
@@ -188,7 +191,9 @@ def _of_file(source: Any, sampling: Sampling, options: Mapping[str, Any]) -> Vid
             'is a file, which PyAV decodes: pip install "lockstep-rl[video]", or write it as a list of frames'
         ) from error
     try:
-        with av.open(source) as container:
+        # content may name other files and hosts (playlists, SDP), which are not opened
+        protocols = "file" if isinstance(source, str) else "none"
+        with av.open(source, options={"protocol_whitelist": protocols}) as container:
             if not container.streams.video:
                 raise ImageError("has no video stream; give a file with one")
             stream = container.streams.video[0]
@@ -199,7 +204,8 @@ def _of_file(source: Any, sampling: Sampling, options: Mapping[str, Any]) -> Vid
             times = sorted(
                 packet.pts for packet in container.demux(stream) if packet.pts is not None and not packet.is_discard
             )
-            if len(times) < stream.frames:
+            # an edit list may leave frames out, too; the duration is without them
+            if len(times) < stream.frames and not _reaches_end(stream, times):
                 raise ImageError(f"is truncated: it has {len(times)} of {stream.frames} frames; write the file again")
             if not times:
                 raise ImageError("has no frames")
@@ -221,6 +227,13 @@ def _fps_of(stream: Any, times: Sequence[int]) -> float:
     if len(times) > 1 and times[-1] > times[0]:
         return float((len(times) - 1) / ((times[-1] - times[0]) * stream.time_base))
     return float(stream.average_rate or 1)
+
+
+def _reaches_end(stream: Any, times: Sequence[int]) -> bool:
+    """Whether the last frame is where the stream's duration ends, up to three frames."""
+    if not times or not stream.duration:
+        return False
+    return bool(times[-1] - (stream.start_time or 0) + 3 * stream.duration / len(times) >= stream.duration)
 
 
 def _decoded(container: Any, stream: Any, indices: Sequence[int]) -> list[Image.Image]:

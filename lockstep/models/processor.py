@@ -78,9 +78,9 @@ def _limit_video_pixels(processor: Any, most: int | None) -> None:
 def load_processor(folder: str | Path, trust_remote_code: bool = False, **kwargs: Any) -> Any:
     """The processor in a local model folder; None if the folder has none (a text model).
 
-    A processor that takes images and videos is loaded for images only if the model's videos are not read, or if torchvision is
-    missing, which transformers' video processors need. Then its `no_videos` says why; else that is empty. Without torchvision,
-    images are prepared by PIL.
+    A processor that takes images and videos is loaded for images only if the model's videos are not read, if the folder has no
+    settings for them, or if torchvision is missing, which transformers' video processors need. Then its `no_videos` says why; else
+    that is empty. Without torchvision, images are prepared by PIL.
     """
     folder = Path(folder).expanduser()
     if not any((folder / name).is_file() for name in PROCESSOR_FILES):
@@ -88,8 +88,13 @@ def load_processor(folder: str | Path, trust_remote_code: bool = False, **kwargs
     options = {"trust_remote_code": trust_remote_code, "local_files_only": True, **kwargs}
     processor_class = _processor_class(folder)
     no_videos = why_no_video_processor(model_type_of(folder))
+    if not no_videos and not _has_video_settings(folder):
+        no_videos = (
+            f"{folder} has no settings of a video processor; copy video_preprocessor_config.json of the original model"
+        )
     if processor_class is None or "video_processor" not in processor_class.get_attributes():
         processor = AutoProcessor.from_pretrained(str(folder), **options)
+        no_videos = no_videos or f"{type(processor).__name__} takes none"
     else:
         cls = images_only(processor_class) if no_videos else processor_class
         processor = cls.from_pretrained(str(folder), **options)
@@ -103,6 +108,13 @@ def copy_processor(model: PreTrainedModel, folder: Path) -> None:
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+def _has_video_settings(folder: Path) -> bool:
+    """Whether transformers finds those of a video processor. A folder that was saved by a processor for images only has none."""
+    file = folder / "processor_config.json"
+    is_nested = file.is_file() and "video_processor" in json.loads(file.read_text(encoding="utf-8"))
+    return is_nested or any((folder / name).is_file() for name in PROCESSOR_FILES[1:])
 
 
 def _processor_class(folder: Path) -> Any:

@@ -37,10 +37,10 @@ def fix_video_positions(model: PreTrainedModel) -> None:
     """Let the model's own forward and `generate` do so too."""
     base: Any = model.base_model
     if hasattr(type(base), "get_rope_index"):
-        base.get_rope_index = MethodType(_get_rope_index, base)
+        base.get_rope_index = MethodType(get_rope_index, base)
 
 
-def _get_rope_index(
+def get_rope_index(
     self: Any, input_ids: Tensor, mm_token_type_ids: Tensor, *args: Any, attention_mask: Any = None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """The model's own, with positions that go on after videos."""

@@ -292,8 +292,8 @@ def test_photos_are_turned_upright() -> None:
 
 
 class Pictures(BaseHTTPRequestHandler):
-    """/a.png is a picture, /slow.png one that takes long, as do the headers of /headers.png and the content of the redirect /slow;
-    /to/PORT redirects to /a.png of that port of 127.0.0.1, /ftp to FTP."""
+    """/a.png is a picture, /cut.png half of one, /slow.png one that takes long, as do the headers of /headers.png and
+    the content of the redirect /slow; /to/PORT redirects to /a.png of that port of 127.0.0.1, /ftp to FTP."""
 
     num_requests = 0
 
@@ -307,10 +307,12 @@ class Pictures(BaseHTTPRequestHandler):
             if self.path == "/slow":
                 self.write_slowly()
             return
-        self.send_response(200 if self.path in ("/a.png", "/slow.png", "/headers.png") else 404)
+        self.send_response(200 if self.path in ("/a.png", "/cut.png", "/slow.png", "/headers.png") else 404)
         if self.path == "/headers.png":
             self.flush_headers()
             self.write_slowly()
+        if self.path == "/cut.png":
+            self.send_header("Content-Length", str(2 * len(FILE)))
         self.end_headers()
         for byte in FILE if self.path == "/slow.png" else ():
             self.wfile.write(bytes([byte]))
@@ -422,6 +424,11 @@ def test_redirects_to_private_addresses_are_refused(pictures: HTTPServer, public
     for allow_private in (False, True):
         with pytest.raises(ImageError, match=r"cannot be fetched: .*ftp"):
             fetched(f"http://{public_name}:{port}/ftp", allow_private=allow_private)
+
+
+def test_a_connection_that_ends_early_is_an_error(pictures: HTTPServer) -> None:
+    with pytest.raises(ImageError, match=rf"cannot be fetched: .*{len(FILE)} more expected"):
+        fetched(f"http://127.0.0.1:{pictures.server_port}/cut.png", allow_private=True)
 
 
 def test_private_addresses_are_refused_behind_a_proxy(pictures: HTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,48 @@ def test_bad_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read_video(content, sampling=SAMPLING)
 
 
+def test_frames_that_an_edit_list_leaves_out(tmp_path: Path) -> None:
+    """A clip that was cut without encoding it again: the file has all frames, its edit list begins after 2.5 seconds."""
+    av = pytest.importorskip("av")
+    whole, cut = video_file(tmp_path / "whole.mp4", 60, 10), tmp_path / "cut.mp4"
+    with av.open(str(whole)) as source, av.open(str(cut), "w", options={"avoid_negative_ts": "disabled"}) as target:
+        stream = source.streams.video[0]
+        copied = target.add_stream_from_template(stream)
+        for packet in source.demux(stream):
+            if packet.dts is not None:
+                packet.pts, packet.dts = (time - int(2.5 / stream.time_base) for time in (packet.pts, packet.dts))
+                packet.stream = copied
+                target.mux(packet)
+    video = read_video(cut, sampling=Sampling(1.0, 64))
+    assert (video.num_source, video.fps, video.indices) == (35, 10, (0, 11, 23, 34))
+    assert numbers_in(video) == [(25 + index) % 32 for index in video.indices]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"ffconcat version 1.0\nfile other.mp4\n",
+        b"v=0\no=- 0 0 IN IP4 127.0.0.1\ns=x\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 96\na=rtpmap:96 H264/90000\n",
+    ],
+    ids=["list of files", "session"],
+)
+def test_contents_that_name_files_and_hosts_open_neither(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    video_file(tmp_path / "other.mp4", 8, 4)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ImageError, match="is no video that PyAV decodes"):
+        read_video(content, sampling=SAMPLING)
+
+
+def test_a_video_from_a_url_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = video_file(tmp_path / "a.mp4", 8, 4).read_bytes()
+    assert len(read_video("http://host/a.mp4", sampling=SAMPLING, fetch=lambda url: content).frames) == 4
+    monkeypatch.setattr(videos, "MOST_BYTES", len(content) - 1)
+    with pytest.raises(ImageError, match=rf"has more than {len(content) - 1} bytes; download it"):
+        read_video("http://host/a.mp4", sampling=SAMPLING, fetch=lambda url: content)
+
+
 def test_without_pyav(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(importlib.import_module("sys").modules, "av", None)
     with pytest.raises(ImageError, match=r'which PyAV decodes: pip install "lockstep-rl\[video\]"'):

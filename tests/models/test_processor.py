@@ -40,5 +40,17 @@ def test_folder_in_the_hub_form(tmp_path: Path) -> None:
     assert inputs["image_grid_thw"].tolist() == [[1, 4, 6]]
 
 
+def test_folder_without_settings_of_videos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `images_only` saves it: its images are read also where torchvision is installed, and its videos refused by name."""
+    save_tiny_vision_model(tmp_path)
+    settings = json.loads((tmp_path / "processor_config.json").read_text())
+    settings.pop("video_processor", None)
+    (tmp_path / "processor_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("lockstep.models.processor.why_no_video_processor", lambda model_type: "")
+    processor = load_processor(tmp_path)
+    assert image_inputs(processor, image_message("what?"), [tiny_image()])["image_grid_thw"].tolist() == [[1, 4, 6]]
+    assert "no settings of a video processor; copy video_preprocessor_config.json" in processor.no_videos
+
+
 def test_text_models_have_none(tmp_path: Path) -> None:
     assert load_processor(save_tiny_model(tmp_path)) is None
