@@ -24,6 +24,7 @@ EXTRAS = {
     "langgraph": ("langgraph",),
     "mcp": ("mcp",),
     "search": ("bm25s",),
+    "video": ("av",),
     "environments": ("reasoning-gym", "skyrl-gym", "openenv"),
     "verifiers": ("verifiers",),
     "sandbox": ("sandlock",),
