@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -36,15 +34,8 @@ from lockstep.models.processor import hf_processor
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.protocol.images import ImageInputs
 from lockstep.utils.data_uri import as_data_uri
+from tests.data.image_rows import dataset_of, encoded, write
 from tests.tiny_vision import FAMILIES, save_tiny_vision_model, tiny_image
-
-ANSWER = {"data_source": "x", "reward_model": {"style": "rule", "ground_truth": "1"}}
-
-
-def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
-    target = io.BytesIO()
-    image.save(target, kind, **options)
-    return target.getvalue()
 
 
 def png(width: int, height: int) -> bytes:
@@ -66,21 +57,6 @@ FILE = encoded(A)
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_vision_model(tmp_path_factory.mktemp("vision"))
-
-
-def write(folder: Path, *rows: dict[str, Any], kind: str = "parquet") -> str:
-    path = folder / f"rows.{kind}"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist([ANSWER | row for row in rows]), path)
-    else:
-        path.write_text("".join(json.dumps(ANSWER | row) + "\n" for row in rows))
-    return str(path)
-
-
-def dataset_of(model: Path, file: str, config: DataConfig | None = None, cls: Any = RLHFDataset) -> Any:
-    config = config or DataConfig()
-    tokenizer = hf_tokenizer(model)
-    return cls(file, tokenizer, config, hf_processor(model, tokenizer, config))
 
 
 GOOD = {"prompt": [{"role": "user", "content": "<image>what?"}], "images": [{"bytes": FILE, "path": None}]}

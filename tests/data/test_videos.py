@@ -4,12 +4,11 @@ import importlib
 import io
 import json
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
@@ -18,24 +17,19 @@ from lockstep.config.data import DataConfig, SFTDataConfig
 from lockstep.data import videos
 from lockstep.data.fingerprint import content_of
 from lockstep.data.images import ImageError
-from lockstep.data.rl_dataset import RLHFDataset
 from lockstep.data.sft_dataset import MultiTurnSFTDataset
 from lockstep.data.videos import Sampling, Video, read_video, sampled_frames
 from lockstep.models.processor import hf_processor, load_processor
 from lockstep.models.tokenizer import hf_tokenizer
 from lockstep.utils.data_uri import as_data_uri
 from lockstep.utils.vision import WATCHING
+from tests.data import image_rows
+from tests.data.image_rows import dataset_of, encoded
 from tests.tiny_vision import FAMILIES, needs_torchvision, save_tiny_vision_model, tiny_image
 
-ANSWER = {"data_source": "x", "reward_model": {"style": "rule", "ground_truth": "1"}}
 FRAMES = [tiny_image(48, 32, seed=i) for i in range(6)]
 SAMPLING = Sampling(2.0, 64)
-
-
-def encoded(image: Image.Image) -> bytes:
-    target = io.BytesIO()
-    image.save(target, "PNG")
-    return target.getvalue()
+write = partial(image_rows.write, kind="jsonl")
 
 
 FILES = [encoded(frame) for frame in FRAMES]
@@ -63,21 +57,6 @@ def video_file(path: Path, num: int, fps: int, width: int = 64, height: int = 48
 def numbers_in(video: Video) -> list[int]:
     """Which frames of `video_file` they are."""
     return [round(float(np.asarray(frame).mean()) / 8) for frame in video.frames]
-
-
-def write(folder: Path, *rows: dict[str, Any], kind: str = "jsonl") -> str:
-    path = folder / f"rows.{kind}"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist([ANSWER | row for row in rows]), path)
-    else:
-        path.write_text("".join(json.dumps(ANSWER | row) + "\n" for row in rows))
-    return str(path)
-
-
-def dataset_of(model: Path, file: str, config: DataConfig | None = None) -> Any:
-    config = config or DataConfig()
-    tokenizer = hf_tokenizer(model)
-    return RLHFDataset(file, tokenizer, config, hf_processor(model, tokenizer, config))
 
 
 @pytest.fixture(scope="module")
