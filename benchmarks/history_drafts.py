@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from shapes import SHAPES, shape_config, zero_logits
+from shapes import SHAPES, install_layers, shape_config, zero_logits
 from transformers import AutoModelForCausalLM
 
 from lockstep.config.actor_rollout_ref import HistoryDraftsConfig, RolloutConfig
@@ -28,9 +28,6 @@ from lockstep.engines.rollout import GenerationRequest, SamplingParams
 from lockstep.engines.rollout.embedded import step_loop
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.embedded.history import prompt_key
-from lockstep.models.attention import ATTENTION_NAME
-from lockstep.models.known_models import install_decoder_layers
-from lockstep.models.packed_weights import pack_weights
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,17 +74,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def load_model(args: argparse.Namespace, name: str) -> Any:
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
-    settings = {"attn_implementation": ATTENTION_NAME, "dtype": dtype}
     if args.model:
-        model = AutoModelForCausalLM.from_pretrained(name, **settings)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     else:
         torch.manual_seed(0)
         with torch.device(args.device):
-            model = AutoModelForCausalLM.from_config(shape_config(name), **settings)
+            model = AutoModelForCausalLM.from_config(shape_config(name), dtype=dtype)
         zero_logits(model)
     model = model.to(args.device)
-    install_decoder_layers(model)
-    pack_weights(model)
+    install_layers(model)
     return model
 
 

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
-from shapes import SHAPES, architecture, shape_config, zero_logits  # noqa: E402
+from shapes import SHAPES, architecture, install_layers, shape_config, zero_logits  # noqa: E402
 
 WORKLOADS = {
     "uniform": (256, "256", "256"),
@@ -99,13 +99,9 @@ def embedded_engine(args: argparse.Namespace, longest: Case, **settings: Any) ->
     start_gpu_warmup(args.device)
     from lockstep.config.actor_rollout_ref import RolloutConfig
     from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
-    from lockstep.models.attention import ATTENTION_NAME
-    from lockstep.models.known_models import install_decoder_layers
-    from lockstep.models.packed_weights import pack_weights
 
-    model = load_model(args, ATTENTION_NAME)
-    install_decoder_layers(model)
-    pack_weights(model)
+    model = load_model(args)
+    install_layers(model)
     sizes = {
         "prompt_length": longest.prompt_tokens[1],
         "response_length": longest.new_tokens[1],
@@ -203,7 +199,7 @@ def transformers(args: argparse.Namespace, longest: Case) -> tuple[Generate, int
     import torch
     from transformers import GenerationConfig
 
-    model = load_model(args, "sdpa")
+    model = load_model(args)
     model.generation_config = GenerationConfig()
 
     @torch.no_grad()
@@ -285,19 +281,17 @@ ENGINES = {
 }
 
 
-def load_model(args: argparse.Namespace, attention: str) -> Any:
+def load_model(args: argparse.Namespace) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, args.dtype)
     if args.model is not None:
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
         return model.to(args.device).eval()
     torch.manual_seed(0)
     with torch.device(args.device):
-        return AutoModelForCausalLM.from_config(
-            shape_config(args.shape, rope_parameters=ROPE), dtype=dtype, attn_implementation=attention
-        ).eval()
+        return AutoModelForCausalLM.from_config(shape_config(args.shape, rope_parameters=ROPE), dtype=dtype).eval()
 
 
 def work(args: argparse.Namespace) -> None:

@@ -138,6 +138,19 @@ def zero_logits(model: Any) -> None:
     model.model.norm.weight.data.zero_()
 
 
+def install_layers(model: Any) -> None:
+    """Make the model compute as in a run: our attention, experts and layers, and packed weights."""
+    from lockstep.models.attention import ATTENTION_NAME
+    from lockstep.models.experts import EXPERTS_NAME
+    from lockstep.models.known_models import install_decoder_layers
+    from lockstep.models.packed_weights import pack_weights
+
+    model.set_attn_implementation(ATTENTION_NAME)
+    model.set_experts_implementation(EXPERTS_NAME)
+    install_decoder_layers(model)
+    pack_weights(model)
+
+
 def architecture(shape: str) -> str:
     """The transformers causal-LM class of a shape, as `config.json` names it."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -23,7 +23,7 @@ from lockstep.engines.train import EngineModel, create_train_engine
 
 def megatron_step(task: Task) -> Callable[[], float]:
     with tempfile.TemporaryDirectory() as folder:
-        model = task.model(torch.bfloat16, "sdpa")
+        model = task.model(torch.bfloat16)
         model.save_pretrained(folder)
         del model
         free()

@@ -22,7 +22,7 @@ from training_task import Task, add_task_arguments, free, fsdp_step, measure, pr
 
 
 def transformers_step(task: Task) -> Callable[[], float]:
-    model = task.model(task.dtype, "sdpa").train()
+    model = task.model(task.dtype).train()
     if task.checkpointing:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.01, fused=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from shapes import BFLOAT16_MASTERS, SHAPES, shape_config
+from shapes import BFLOAT16_MASTERS, SHAPES, install_layers, shape_config
 from tensordict import TensorDict
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -24,9 +24,6 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.train_engine import MicroBatching, TrainEngine
-from lockstep.models.attention import ATTENTION_NAME
-from lockstep.models.known_models import install_decoder_layers
-from lockstep.models.packed_weights import pack_weights
 from lockstep.models.token_models import PolicyModel
 
 
@@ -93,10 +90,10 @@ class Task:
             batch_size=[self.rows],
         )
 
-    def model(self, dtype: torch.dtype, attention: str) -> Any:
+    def model(self, dtype: torch.dtype) -> Any:
         torch.manual_seed(0)
         with self.device:
-            return AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation=attention)
+            return AutoModelForCausalLM.from_config(self.config, dtype=dtype)
 
     def loss(self, outputs: dict[str, Tensor], rows: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         num_response = self.num_tokens / 2
@@ -135,9 +132,8 @@ def task_of(args: argparse.Namespace, device: torch.device, *, entropy: bool = F
 
 def fsdp_engine(task: Task, *, trained: bool = True) -> FsdpEngine:
     """trained: with master weights and an optimizer."""
-    model = task.model(task.master if trained else task.dtype, ATTENTION_NAME)
-    install_decoder_layers(model)
-    pack_weights(model)
+    model = task.model(task.master if trained else task.dtype)
+    install_layers(model)
     return FsdpEngine(
         PolicyModel(model),
         FSDPEngineConfig(),

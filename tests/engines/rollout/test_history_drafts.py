@@ -202,7 +202,9 @@ def test_drafts_see_the_latents_of_their_step(requests: list[GenerationRequest])
     install_decoder_layers(model)
     model.to(device_or_skip("cuda"))
     engine = drafting(model)
-    assert_same(engine.generate(requests), embedded(model).generate(requests))
+    expected = embedded(model).generate(requests)
+    for _ in range(2):
+        assert_same(engine.generate(requests), expected)
     assert totals(engine).num_accepted > 0
 
 
