@@ -43,7 +43,7 @@ def test_tables_on_the_device_are_those_of_the_sequences(decode_slots: Any) -> N
     while scheduler.has_unfinished:
         if scheduler.prefill_is_due:
             samplers = [s for row in scheduler.schedule_prefill().rows for s in row.samplers]
-            slots.assign(samplers)
+            slots.set_states(samplers, slots.assign(samplers))
             for sequence in samplers:
                 sequence.append([7], [-1.0])
             continue

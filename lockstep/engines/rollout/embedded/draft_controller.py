@@ -43,18 +43,19 @@ class LinearCost:
         self.decay = decay
         self.num_measured = 0
         self._weight = 0.0
-        self._sums = np.zeros(4)  # of size, seconds, size^2, size * seconds
+        self._sums = [0.0] * 4  # of size, seconds, size^2, size * seconds
 
     def measure(self, size: int, seconds: float) -> None:
         if self.num_measured >= 2:  # a pause of the machine counts little
             seconds = min(seconds, MAX_SURPRISE * float(self.predict(size)))
         self.num_measured += 1
         self._weight = self.decay * self._weight + 1
-        self._sums = self.decay * self._sums + np.array([size, seconds, size * size, size * seconds])
+        new = (size, seconds, size * size, size * seconds)
+        self._sums = [self.decay * old + x for old, x in zip(self._sums, new)]
 
     def predict(self, size: np.ndarray | float) -> np.ndarray | float:
         assert self.num_measured, "nothing was measured"
-        x, y, xx, xy = self._sums / self._weight
+        x, y, xx, xy = (total / self._weight for total in self._sums)
         prior = self.PRIOR_SLOPE * y / x
         variance = xx - x * x
         trust = 1e-3 * x * x  # weight of the prior
@@ -97,6 +98,7 @@ class DraftController:
         self._num_plain = 0  # windows since the last step with drafts or probe
         self._num_skipped = 0
         self._num_to_skip = 0  # windows before drafts are looked for again
+        self._paid = False  # whether the last window had drafts
         self._useless = Acceptance()
 
     def measure_plain(self, num_rows: int, seconds: float) -> None:
@@ -105,6 +107,7 @@ class DraftController:
         self._plain_rows = num_rows
         self._num_plain += 1
         self._num_skipped += 1
+        self._paid = False
 
     def measure_drafted(self, num_tokens: int, seconds: float) -> None:
         """The time of one step with drafts, finding them included."""
@@ -123,6 +126,7 @@ class DraftController:
             self.coverage = 0.95 * self.coverage + 0.05 * num_with_draft / num_rows
         self._num_plain = self._num_skipped = 0
         self._num_to_skip = 0 if pays else min(16, 2 * self._num_to_skip + 1)
+        self._paid = pays
 
     def begin(self) -> None:
         """New requests: earlier ones say little about how many of them have drafts."""
@@ -156,6 +160,8 @@ class DraftController:
             return False
         if self._num_skipped < self._num_to_skip:
             return False
+        if self._paid:  # nothing is in flight, and a search takes hardly longer than what follows
+            return True
         rates_N = self._rates(rows)
         lengths_D = np.unique(np.minimum([1, 2, 4, 8, 16, 32, 64], self.max_draft_tokens))
         lengths_D = lengths_D[(num_rows + len(rows) * lengths_D <= self.max_tokens) | (lengths_D == 1)]

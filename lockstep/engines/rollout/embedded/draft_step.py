@@ -9,7 +9,6 @@ from collections.abc import Sequence as Rows
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lockstep.engines.rollout.embedded.sampler import SampledTokens
 from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, PrefillRow
@@ -32,11 +31,13 @@ def sampled_positions(rows: Rows[PrefillRow]) -> tuple[list[Sequence], np.ndarra
     return sequences, np.concatenate([np.arange(row.start, row.stop) for row in rows]) + 1
 
 
-def kept_tokens(rows: Rows[PrefillRow], tokens_T: Tensor, log_probs_T: Tensor) -> tuple[SampledTokens, list[int]]:
-    """What the rows keep of the tokens sampled at all positions, which are on the host, and how many."""
+def kept_tokens(
+    rows: Rows[PrefillRow], tokens_T: np.ndarray, log_probs_T: np.ndarray
+) -> tuple[SampledTokens, list[int]]:
+    """What the rows keep of the tokens sampled at all positions, and how many."""
     longest = max(row.stop - row.start for row in rows)
-    tokens_QN = torch.full((longest, len(rows)), -1, dtype=tokens_T.dtype)
-    log_probs_QN = torch.zeros(longest, len(rows))
+    tokens_QN = np.full((longest, len(rows)), -1, dtype=tokens_T.dtype)
+    log_probs_QN = np.zeros((longest, len(rows)), dtype=np.float32)
     kept = []
     first = 0
     sampled = tokens_T.tolist()
@@ -46,7 +47,8 @@ def kept_tokens(rows: Rows[PrefillRow], tokens_T: Tensor, log_probs_T: Tensor) -
         log_probs_QN[:num_kept, column] = log_probs_T[first : first + num_kept]
         kept.append(num_kept)
         first += row.stop - row.start
-    return SampledTokens(tokens_QN, log_probs_QN, list(range(len(kept)))), kept
+    columns = list(range(len(kept)))
+    return SampledTokens(torch.from_numpy(tokens_QN), torch.from_numpy(log_probs_QN), columns), kept
 
 
 def num_agreeing(sampled: Rows[int], draft: Rows[int], stop_ids: frozenset[int]) -> int:

@@ -166,10 +166,11 @@ class StepLoop:
         started = now()
         num_steps = decoder.num_steps
         drafts: Mapping[int, list[int]] = {}
-        if self.drafter is not None and self.drafter.is_due(self.scheduler.decodable()):
-            self.drain()
+        if self.drafter is not None and self.drafter.is_due(sequences := self.scheduler.decodable()):
+            if self.drain():
+                sequences = self.scheduler.decodable()
             started = now()
-            drafts = self.drafter.drafts(self.scheduler.decodable())
+            drafts = self.drafter.drafts(sequences)
             started += self.drafter.take_index_seconds()  # once per prompt, not per step
             num_steps = min(num_steps, STEPS_BETWEEN_SEARCHES)
         window = self.scheduler.schedule_decode(num_steps, drafts)

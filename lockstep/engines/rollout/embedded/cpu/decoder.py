@@ -99,7 +99,8 @@ class CpuDecoder:
         sequences, positions_T = sampled_positions(inputs.rows)
         batch = SamplingBatch([s.request.sampling for s in sequences], CPU, runner.placeholders)
         uniform_T = uniform([s.request.seed for s in sequences], positions_T)
-        return kept_tokens(inputs.rows, *sample(runner.logits(hidden_TE), batch, uniform_T))
+        tokens_T, log_probs_T = sample(runner.logits(hidden_TE), batch, uniform_T)
+        return kept_tokens(inputs.rows, tokens_T.numpy(), log_probs_T.numpy())
 
     def _sampling(self, sequences: Rows[Sequence], num_steps: int) -> tuple[SamplingBatch, Tensor]:
         """The sampling parameters, and random numbers (steps, N)."""

@@ -22,6 +22,7 @@ class DecodeSlots:
     tables:                   (slots + 1, width) block tables.
     state_slots:              (slots + 1,) state slots; unused if the model has no states.
     rope_deltas:              (slots + 1,) what rotary positions have more than `positions`; None if there are no images.
+    host_tables:              (slots + 1, width) `tables` on the host, once `set_tables` was called.
     slot_ids:                 (R,) slot of each row of a step.
     tokens, positions:        (1, R) model inputs; cache_slots (R,) where their keys and values go.
     sampled, log_probs:       (steps, slots + 1) outputs; `step` is the current one.
@@ -54,10 +55,11 @@ class DecodeSlots:
         self.step = zeros(1, dtype=torch.int32)
         self.sampled = zeros(num_steps, num_slots + 1, dtype=torch.int32)
         self.log_probs = zeros(num_steps, num_slots + 1, dtype=torch.float32)
-        self._host_tables = np.zeros((num_slots + 1, table_width), dtype=np.int32)
+        self.host_tables = np.zeros((num_slots + 1, table_width), dtype=np.int32)
         # blocks in each row of it; 0 for a sequence that is new in its slot
         self._table_lengths = [0] * (num_slots + 1)
         self._assigned: dict[tuple[int, int], tuple[int, Sequence]] = {}
+        self._outdated: set[int] = set()  # slots whose state is not that of their sequence
         self._free = list(range(num_slots))
 
     def clear(self) -> None:
@@ -66,25 +68,37 @@ class DecodeSlots:
         self._assigned.clear()
 
     def assign(self, sequences: Rows[Sequence]) -> list[int]:
-        """The slot of each sequence. Sequences without one get a free slot, and their state is uploaded."""
+        """The slot of each sequence; those without one get a free slot."""
         new = [s for s in sequences if _key(s) not in self._assigned]
         if new:
             self._free_unused()
-            for sequence in new:
-                slot = self._free.pop()
-                self._assigned[_key(sequence)] = slot, sequence
-                self._table_lengths[slot] = 0
-            slots = self._upload([self._assigned[_key(s)][0] for s in new])
-            params = [s.request.sampling for s in new]
-            options = [(p.temperature, p.top_p, p.min_p) for p in params]
-            self.slot_state.index_copy_(0, slots, self._upload([self._state(s) for s in new]))
-            self.slot_options.index_copy_(0, slots, self._upload(options, torch.float32))
-            state_slots = [s.state_slot for s in new if s.state_slot is not None]
-            if state_slots:
-                self.state_slots.index_copy_(0, slots, self._upload(state_slots))
-            if self.rope_deltas is not None:
-                self.rope_deltas.index_copy_(0, slots, self._upload([s.rope_delta for s in new]))
+        for sequence in new:
+            slot = self._free.pop()
+            self._assigned[_key(sequence)] = slot, sequence
+            self._table_lengths[slot] = 0
+            self._outdated.add(slot)
         return [self._assigned[_key(s)][0] for s in sequences]
+
+    def outdate(self, slots: Rows[int]) -> None:
+        """The host gave the sequences in these slots tokens that the device does not know."""
+        self._outdated.update(slots)
+
+    def set_states(self, sequences: Rows[Sequence], slots: Rows[int]) -> None:
+        """Upload the states that are not up to date."""
+        new = [(sequence, slot) for sequence, slot in zip(sequences, slots) if slot in self._outdated]
+        if not new:
+            return
+        self._outdated.difference_update(slots)
+        at = self._upload([slot for _, slot in new])
+        params = [s.request.sampling for s, _ in new]
+        options = [(p.temperature, p.top_p, p.min_p) for p in params]
+        self.slot_state.index_copy_(0, at, self._upload([self._state(s) for s, _ in new]))
+        self.slot_options.index_copy_(0, at, self._upload(options, torch.float32))
+        state_slots = [s.state_slot for s, _ in new if s.state_slot is not None]
+        if state_slots:
+            self.state_slots.index_copy_(0, at, self._upload(state_slots))
+        if self.rope_deltas is not None:
+            self.rope_deltas.index_copy_(0, at, self._upload([s.rope_delta for s, _ in new]))
 
     def set_tables(self, sequences: Rows[Sequence], slots: Rows[int]) -> None:
         """Upload the block tables that changed.
@@ -93,14 +107,14 @@ class DecodeSlots:
         """
         changed = []
         for sequence, slot in zip(sequences, slots):
-            row, blocks = self._host_tables[slot], sequence.blocks
+            row, blocks = self.host_tables[slot], sequence.blocks
             last = max(0, self._table_lengths[slot] - 1)
             if self._table_lengths[slot] != len(blocks) or row[last] != blocks[last]:
                 row[last : len(blocks)] = blocks[last:]
                 self._table_lengths[slot] = len(blocks)
                 changed.append(slot)
         if changed:
-            rows = to_device(torch.from_numpy(self._host_tables[changed]), self.device)
+            rows = to_device(torch.from_numpy(self.host_tables[changed]), self.device)
             self.tables.index_copy_(0, self._upload(changed), rows)
 
     def set_rows(self, slots: list[int], num_rows: int) -> None:
@@ -125,7 +139,7 @@ class DecodeSlots:
         return [
             len(sequence.tokens) - 1,
             1,
-            _as_int64(sequence.request.seed),
+            as_int64(sequence.request.seed),
             sequence.num_prompt + params.max_tokens - 1,
             sequence.tokens[-1],
             max(0, params.top_k),
@@ -134,25 +148,11 @@ class DecodeSlots:
         ]
 
 
-def sampling_state(sequences: Rows[Sequence], positions: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of `slot_state` and `slot_options`, one for each token to sample: the one at this position of the sequence."""
-    params = [s.request.sampling for s in sequences]
-    state = np.full((len(sequences), sampling.STOPS + sampling.MIN_STOPS), -1, dtype=np.int64)
-    state[:, sampling.POSITION] = positions - 1  # of the input token
-    state[:, sampling.ACTIVE] = 1
-    state[:, sampling.SEED] = [_as_int64(s.request.seed) for s in sequences]
-    state[:, sampling.LAST] = positions
-    state[:, sampling.TOKEN] = 0
-    state[:, sampling.TOP_K] = [max(0, p.top_k) for p in params]
-    options = np.array([(p.temperature, p.top_p, p.min_p) for p in params], dtype=np.float32)
-    return to_device(torch.from_numpy(state), device), to_device(torch.from_numpy(options), device)
-
-
 def _key(sequence: Sequence) -> tuple[int, int]:
     """A preempted sequence needs a new slot when it comes back."""
     return sequence.index, sequence.num_preempted
 
 
-def _as_int64(x: int) -> int:
+def as_int64(x: int) -> int:
     """The signed number with the same low 64 bits."""
     return (x + (1 << 63)) % (1 << 64) - (1 << 63)

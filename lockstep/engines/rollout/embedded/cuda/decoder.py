@@ -71,6 +71,7 @@ class CudaDecoder:
 
     def sample_first(self, sequences: Rows[Sequence], logits_NV: Tensor) -> SampledTokens:
         slots = self.slots.assign(sequences)
+        self.slots.set_states(sequences, slots)
         self.slots.step.zero_()
         slot_ids = to_device(torch.tensor(slots, dtype=torch.int32), self.slots.device)
         self.graphs.sample(logits_NV, slot_ids, any(s.request.sampling.filtered for s in sequences))
@@ -81,12 +82,13 @@ class CudaDecoder:
         if not window.drafts:
             return self.graphs.prepare(len(window.rows), filtered)
         assert self.draft_graphs is not None, "drafts were not expected"
-        return self.draft_graphs.prepare(sum(row.stop - row.start for row in draft_rows(window)), filtered)
+        return self.draft_graphs.prepare(sum(count for _, count in window.rows), filtered)
 
     def run(self, window: DecodeWindow) -> SampledTokens:
         sequences = [sequence for sequence, _ in window.rows]
         filtered = any(s.request.sampling.filtered for s in sequences)
         slots = self.slots.assign(sequences)
+        self.slots.set_states(sequences, slots)
         self.slots.set_tables(sequences, slots)
         self.slots.set_rows(slots, padded_batch_size(len(sequences)))
         self.graphs.run(len(sequences), filtered, window.num_steps)
@@ -99,7 +101,7 @@ class CudaDecoder:
         self.slots.set_tables(sequences, slots)
         rows = draft_rows(window)
         sampled = kept_tokens(rows, *self.draft_graphs.sample_rows(rows, slots))
-        self.slots.clear()  # they do not know the new tokens
+        self.slots.outdate(slots)
         return sampled
 
     def _copy_outputs(self, slots: list[int], num_steps: int) -> SampledTokens:

@@ -1,35 +1,54 @@
 """Decode steps with drafts as CUDA graphs: a row per token, one graph per number of tokens, captured when first needed.
 
-    tokens, positions, cache slots and sampling state of all rows, uploaded ─► model ─► logits ─► sample ─► read by the host
+    tokens, positions, cache slots and sampling state of all rows, one upload ─► model ─► logits ─► sample ─► one copy to the host
 
-The rows of a sequence have one block table and consecutive positions. All keys and values are written before any are read.
+The rows of a sequence have one block table and consecutive positions. All keys and values are written before any are read. The host
+waits for every step, so it prepares one with few operations on whole arrays.
 """
 
 from collections.abc import Sequence as Rows
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lockstep.engines.rollout.embedded.cuda.decode_attention import CudaDecodeAttention
-from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots, sampling_state
+from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots, as_int64
 from lockstep.engines.rollout.embedded.cuda.graphs import DecodeGraphs, padded_batch_size
-from lockstep.engines.rollout.embedded.draft_step import sampled_positions
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import PrefillRow
 from lockstep.kernels import sampling
 from lockstep.kernels.linear_log_prob import row_log_probs
-from lockstep.utils.device import to_device
 
 TOKEN, POSITION, ROTARY, SLOT_ID, CACHE_SLOT, NUM_INPUTS = range(6)
-"""Rows of `DraftGraphs.inputs`, and their number."""
+"""Rows of `RowInputs.inputs`, and their number."""
+NUM_FIELDS = sampling.STOPS + sampling.MIN_STOPS
+
+
+class RowInputs:
+    """What the rows of a step compute and how they are sampled, in one piece of memory.
+
+    inputs:  (NUM_INPUTS, R) of each row: token, positions in the sequence and for the rotary embedding, decode slot (for its block
+             table) and cache slot.
+    state:   (R, NUM_FIELDS) like a row of `DecodeSlots.slot_state`.
+    options: (R, NUM_OPTIONS) like a row of `DecodeSlots.slot_options`.
+    """
+
+    def __init__(self, num_rows: int, **options: Any) -> None:
+        num_words = num_rows * (NUM_INPUTS + NUM_FIELDS) + -(-num_rows * sampling.NUM_OPTIONS // 2)
+        self.words = torch.zeros(num_words, dtype=torch.int64, **options)
+        sizes = [num_rows * NUM_INPUTS, num_rows * NUM_FIELDS]
+        inputs, state, rest = self.words.split([*sizes, num_words - sum(sizes)])
+        self.inputs = inputs.view(NUM_INPUTS, num_rows)
+        self.state = state.view(num_rows, NUM_FIELDS)
+        floats = rest.view(torch.float32)[: num_rows * sampling.NUM_OPTIONS]
+        self.options = floats.view(num_rows, sampling.NUM_OPTIONS)
 
 
 class DraftGraphs(DecodeGraphs):
     """
-    inputs:         (NUM_INPUTS, R) of each row: token, positions in the sequence and for the rotary embedding, decode slot (for its
-                    block table) and cache slot.
-    state, options: what samples each row, like rows of `slot_state` and `slot_options`.
+    rows:              inputs of the graphs.
     tokens, log_probs: (1, R) outputs.
     """
 
@@ -39,60 +58,72 @@ class DraftGraphs(DecodeGraphs):
         super().__init__(runner, slots, max_model_len, use_graphs)
         num_rows = padded_batch_size(max_tokens)
         device = slots.device
-        self.inputs = torch.zeros(NUM_INPUTS, num_rows, dtype=torch.int64, device=device)
-        self.state = torch.zeros(num_rows, sampling.STOPS + sampling.MIN_STOPS, dtype=torch.int64, device=device)
-        self.options = torch.zeros(num_rows, sampling.NUM_OPTIONS, dtype=torch.float32, device=device)
-        self.tokens = torch.zeros(1, num_rows, dtype=torch.int32, device=device)
-        self.log_probs = torch.zeros(1, num_rows, dtype=torch.float32, device=device)
+        self.rows = RowInputs(num_rows, device=device)
+        self._host = RowInputs(num_rows, pin_memory=device.type == "cuda")
+        self._outputs = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
+        self.tokens, self.log_probs = self._outputs[:1], self._outputs[1:].view(torch.float32)
         self._first_step = torch.zeros(1, dtype=torch.int32, device=device)
         self._row_ids = torch.arange(num_rows, dtype=torch.int32, device=device)
         self._nowhere = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
 
-    def sample_rows(self, rows: Rows[PrefillRow], slots: Rows[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probs (T,) of all positions of the rows, on the host. slots: the decode slot of each row.
+    def sample_rows(self, rows: Rows[PrefillRow], slots: Rows[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and log-probs (T,) of all positions of the rows. slots: the decode slot of each row, with its table.
 
         After `prepare` for as many tokens.
         """
-        sequences, positions_T = sampled_positions(rows)
-        num_tokens = len(sequences)
-        filtered = any(row.sequence.request.sampling.filtered for row in rows)
-        size = padded_batch_size(num_tokens)
-        self._pad_rows(size)
-        self.inputs[:, :num_tokens] = to_device(torch.from_numpy(self._inputs(rows, slots)), self.slots.device)
-        state, options = sampling_state(sequences, positions_T, self.slots.device)
-        self.state[:num_tokens] = state
-        self.options[:num_tokens] = options
-        self.run(num_tokens, filtered, num_steps=1)
-        return self.tokens[0, :num_tokens].cpu().long(), self.log_probs[0, :num_tokens].cpu()
+        counts = np.array([row.stop - row.start for row in rows])
+        num_tokens = int(counts.sum())
+        self._fill(rows, slots, counts, padded_batch_size(num_tokens))
+        self.run(num_tokens, any(row.sequence.request.sampling.filtered for row in rows), num_steps=1)
+        outputs = self._outputs[:, :num_tokens].cpu()
+        return outputs[0].numpy(), outputs[1].view(torch.float32).numpy()
 
     @property
     def cache_slots(self) -> Tensor:
-        return self.inputs[CACHE_SLOT]
+        return self.rows.inputs[CACHE_SLOT]
 
-    def _inputs(self, rows: Rows[PrefillRow], slots: Rows[int]) -> np.ndarray:
-        parts = []
-        size = self.runner.block_size
-        for row, slot in zip(rows, slots):
-            place = np.arange(row.start, row.stop)
-            part = np.empty((NUM_INPUTS, len(place)), dtype=np.int64)
-            part[TOKEN] = row.tokens
-            part[POSITION] = place
-            part[ROTARY] = place + row.sequence.rope_delta
-            part[SLOT_ID] = slot
-            part[CACHE_SLOT] = np.array(row.sequence.blocks)[place // size] * size + place % size
-            parts.append(part)
-        return np.concatenate(parts, 1)
+    def _fill(self, rows: Rows[PrefillRow], slots: Rows[int], counts: np.ndarray, size: int) -> None:
+        """Upload what the rows compute; `size` of them with padding."""
+        num_tokens = int(counts.sum())
+        inputs, state, options = (t.numpy() for t in (self._host.inputs, self._host.state, self._host.options))
+        block_size = self.runner.block_size
+        first = np.repeat(np.cumsum(counts) - counts, counts)  # of its row, in the step
+        position = np.repeat([row.start for row in rows], counts) + np.arange(num_tokens) - first
+        slot = np.repeat(slots, counts)
+        inputs[TOKEN, :num_tokens] = [token for row in rows for token in row.tokens]
+        inputs[POSITION, :num_tokens] = position
+        inputs[ROTARY, :num_tokens] = position + np.repeat([row.sequence.rope_delta for row in rows], counts)
+        inputs[SLOT_ID, :num_tokens] = slot
+        blocks = self.slots.host_tables[slot, position // block_size].astype(np.int64)
+        inputs[CACHE_SLOT, :num_tokens] = blocks * block_size + position % block_size
+
+        requests = [row.sequence.request for row in rows]
+        state[:num_tokens] = -1
+        state[:num_tokens, sampling.POSITION] = position
+        state[:num_tokens, sampling.ACTIVE] = 1
+        state[:num_tokens, sampling.SEED] = np.repeat([as_int64(r.seed) for r in requests], counts)
+        state[:num_tokens, sampling.LAST] = position + 1
+        state[:num_tokens, sampling.TOKEN] = 0
+        state[:num_tokens, sampling.TOP_K] = np.repeat([max(0, r.sampling.top_k) for r in requests], counts)
+        of_rows = [(r.sampling.temperature, r.sampling.top_p, r.sampling.min_p) for r in requests]
+        options[:num_tokens] = np.repeat(of_rows, counts, axis=0)
+        self._upload(num_tokens, size)
 
     def _pad_rows(self, size: int) -> None:
-        """Rows that read and write nothing."""
-        self.inputs[:, :size] = 0
-        self.inputs[SLOT_ID, :size] = self.slots.padding_slot
-        self.inputs[CACHE_SLOT, :size] = -1
-        self.state[:size] = 0
+        self._upload(0, size)
+
+    def _upload(self, num_tokens: int, size: int) -> None:
+        """The rows from `num_tokens` on read and write nothing."""
+        padding = slice(num_tokens, size)
+        self._host.inputs[:, padding] = 0
+        self._host.inputs[SLOT_ID, padding] = self.slots.padding_slot
+        self._host.inputs[CACHE_SLOT, padding] = -1
+        self._host.state[padding] = 0
+        self.rows.words.copy_(self._host.words, non_blocking=True)
 
     def _step(self, size: int, filtered: bool) -> None:
         runner = self.runner
-        inputs = self.inputs[:, :size]
+        rows, inputs = self.rows, self.rows.inputs[:, :size]
         attention = CudaDecodeAttention(
             runner.cache_addresses,
             runner.block_size,
@@ -109,11 +140,11 @@ class DraftGraphs(DecodeGraphs):
         row_ids = self._row_ids[:size]
         sampling.sample(
             logits,
-            *(self.state, self.options, row_ids, self._first_step, self.tokens, self.log_probs),
+            *(rows.state, rows.options, row_ids, self._first_step, self.tokens, self.log_probs),
             filtered=filtered,
             excluded=runner.placeholders,
         )
         if runner.exact:
-            temperatures = self.options[:size, sampling.TEMPERATURE]
+            temperatures = rows.options[:size, sampling.TEMPERATURE]
             temperatures = torch.where(temperatures > 0, temperatures, 1.0)
             self.log_probs[0, :size] = row_log_probs(logits, self.tokens[0, :size].clamp_min(0), temperatures)
