@@ -94,6 +94,14 @@ else:
     data = Dataset.from_dict({"prompt": options["texts"]})
 if generation:
     settings = settings | {"generation_kwargs": generation}
+rollout_func = None
+if options["update_only"]:
+    def rollout_func(prompts, trainer):
+        ids = [processing_class(prompt)["input_ids"] for prompt in prompts]
+        length = options["new_tokens"]
+        answers = [random.choices(range(3, 250), k=length) for prompt in prompts]
+        return {"prompt_ids": ids, "completion_ids": answers, "logprobs": [[0.0] * length] * len(prompts)}
+    settings = settings | {"vllm_importance_sampling_correction": False}
 peft_config = None
 if options["lora_rank"]:
     from peft import LoraConfig
@@ -124,6 +132,7 @@ trainer = GRPOTrainer(
     processing_class=processing_class,
     callbacks=[clock := Clock()],
     peft_config=peft_config,
+    rollout_func=rollout_func,
 )
 trainer.train()
 peak = torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0
@@ -246,8 +255,16 @@ def micro_batching(args: argparse.Namespace) -> list[str]:
 
 
 def run_trl(
-    folder: Path, model: Path, texts: list[str], args: argparse.Namespace, vllm: bool, pictures: Sequence[str] = ()
+    folder: Path,
+    model: Path,
+    texts: list[str],
+    args: argparse.Namespace,
+    vllm: bool,
+    pictures: Sequence[str] = (),
+    *,
+    update_only: bool = False,
 ) -> dict[str, float]:
+    """update_only: random tokens are the answers, so that a step is TRL's update alone."""
     names = ("prompts", "samples", "new_tokens", "steps", "checkpointing", "lora_rank", "full_length")
     options = {name: getattr(args, name) for name in names}
     options |= {
@@ -257,6 +274,7 @@ def run_trl(
         "micro": args.peer_micro,
         "max_length": prompt_length(args, pictures) + args.new_tokens,
         "vllm": vllm,
+        "update_only": update_only,
         "settings": settings_of(args.peer_setting),
         "vllm_settings": settings_of(args.vllm_setting) if vllm else {},
         "output": str(folder / "trl"),

@@ -50,8 +50,8 @@ def train(folder: Path, data: Path, drafts: bool, args: argparse.Namespace) -> S
         raise SystemExit(f"the run with {DRAFTS}={drafts} failed")
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     for number, step in enumerate(steps, 1):
-        rows = (folder / "rollouts" / f"{number}.jsonl").read_text().splitlines()
-        step["responses"] = [json.loads(row)["output"] for row in rows]
+        with open(folder / "rollouts" / f"{number}.jsonl") as rows:
+            step["responses"] = [json.loads(row)["output"] for row in rows]
     return steps
 
 

@@ -5,7 +5,8 @@
 
 A run is a step of 8 prompts with 4 samples each, with random weights and random rewards. The stop token is ignored, so that all
 responses have `--new-tokens` tokens. A micro-batch has one sequence. Both sides checkpoint the gradient; the peer trains as many
-parameters. What a peer reports if it fails, such as out of memory, is part of the result.
+parameters. What a peer reports if it fails, such as out of memory, is part of the result. The peer `trl-update` generates nothing:
+its responses are random tokens, so that its step is an update alone.
 """
 
 import argparse
@@ -80,7 +81,7 @@ def peer_figures(
 ) -> tuple[Figures, str | None]:
     """Its figures, or the last line that it printed."""
     try:
-        return run_trl(folder, model, texts, args, vllm=name == "trl+vllm"), None
+        return run_trl(folder, model, texts, args, vllm=name == "trl+vllm", update_only=name == "trl-update"), None
     except (PeerError, OSError, ValueError, KeyError, IndexError) as error:
         lines = (str(error) or repr(error)).splitlines()
         memory = [line for line in lines if "out of memory" in line.lower()]
@@ -135,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--offload", action="store_true", help="Lockstep's optimizer state on the host, all layers recomputed"
     )
-    parser.add_argument("--peer", action="append", choices=["trl", "trl+vllm"], default=[])
+    parser.add_argument("--peer", action="append", choices=["trl", "trl+vllm", "trl-update"], default=[])
     parser.add_argument("--only-peer", action="store_true", help="do not run Lockstep")
     parser.add_argument("--peer-setting", action="append", default=[], help="KEY=JSON: a field of TRL's GRPOConfig")
     parser.add_argument("--vllm-setting", action="append", default=[], help="KEY=JSON: an argument of TRL's vLLM")

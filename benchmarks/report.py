@@ -39,8 +39,9 @@ GATED_DELTA_IN_VLLM = "--vllm-setting 'gdn_prefill_backend=\"triton\"'"
 
 LEARNING = (
     "--prompts 64 --batch 8 --samples 16 --epochs 3 --new-tokens 1024 --exact"
-    " data.max_prompt_length=256 custom_reward_function.path=examples/reward_smollm2.py"
+    " data.max_prompt_length=448 custom_reward_function.path=examples/reward_smollm2.py"
     " actor_rollout_ref.model.enable_gradient_checkpointing=false actor_rollout_ref.actor.optim.lr=2e-5"
+    " actor_rollout_ref.actor.fsdp_config.full_determinism=true"
     " actor_rollout_ref.actor.use_kl_loss=false actor_rollout_ref.actor.clip_ratio_high=0.28"
     " actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768"
     " actor_rollout_ref.rollout.gpu_memory_utilization=0.3 actor_rollout_ref.rollout.max_num_seqs=256"
@@ -212,14 +213,13 @@ COMMANDS = {
         "phases-0.5b": "rollout_profile.py --shape 0.5b --requests 256",
         "phases-hybrid": "rollout_profile.py --shape hybrid-1.5b",
         "phases-moe": "rollout_profile.py --shape qwen3-30b-a3b-quarter",
-        "rollout-fp8": "rollout.py --shape 7b --engines embedded embedded-fp8 embedded-fp8-cache vllm --peer-python {vllm}",
+        "rollout-fp8": "rollout.py --shape 7b --engines embedded embedded-fp8 embedded-fp8-cache",
         "drafts": "history_drafts.py --shape 0.5b --sequences 1 4 16 64 256 512 --right 0.8 0.95 1.0 --repeats 2",
         "drafts-ragged": "rollout.py --shape 3b --workload ragged --engines embedded embedded-drafts vllm --right 0.9"
         " --peer-python {vllm}",
         "drafts-learning": f"history_learning.py --model {{model}} --data {{data}} --out {{folder}}/runs {LEARNING}",
         "grpo-alone": "grpo_step.py --steps 8 --peer none",
         "grpo-exact": "grpo_step.py --steps 8 --peer none actor_rollout_ref.rollout.exact=true",
-        "grpo-7b-alone": f"{GRPO_7B} --master-dtype bfloat16 --steps 4 --peer none",
         "grpo-7b-exact": f"{GRPO_7B} --master-dtype bfloat16 --steps 4 --peer none actor_rollout_ref.rollout.exact=true",
         "long-1.5b": "long_sequences.py --run 1.5b",
         "long-1.5b-trl": "long_sequences.py --run 1.5b --only-peer --peer trl+vllm"
@@ -340,7 +340,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--vllm-python", default=sys.executable, help="Python interpreter of the environment with vLLM")
     parser.add_argument("--trl-python", default=sys.executable, help="Python interpreter of the environment with TRL")
     parser.add_argument("--model", default="", help="folder of SmolLM2-135M-Instruct, for drafts-learning")
-    parser.add_argument("--data", default="", help="parquet file of its prompts")
+    parser.add_argument("--data", default="", help="parquet file of its prompts, from word_problems.py")
     args = parser.parse_args(argv)
     places = {"vllm": args.vllm_python, "trl": args.trl_python, "model": args.model, "data": args.data}
     results = Results()

@@ -162,7 +162,7 @@ def comparison(name: str, results: "Results") -> list[str]:
 def fp8_table(results: "Results") -> list[str]:
     forms = {"bfloat16": "lockstep", "weights": "embedded-fp8", "weights and KV cache": "embedded-fp8-cache"}
     label = "rollout, 7B, 256 requests of 256 + 256 tokens | Lockstep | vLLM in bfloat16"
-    return engines_table(results, "rollout-fp8", LARGE, label, forms)
+    return engines_table(results, "rollout-fp8", LARGE, label, forms, peer_run="rollout-7b")
 
 
 def ragged_table(results: "Results") -> list[str]:
@@ -171,10 +171,12 @@ def ragged_table(results: "Results") -> list[str]:
     return engines_table(results, "drafts-ragged", "3b ragged x192", label, forms)
 
 
-def engines_table(results: "Results", run: str, case: str, label: str, forms: dict[str, str]) -> list[str]:
-    """rollout.py: forms of the embedded engine, by the name of their row, beside vLLM."""
+def engines_table(
+    results: "Results", run: str, case: str, label: str, forms: dict[str, str], peer_run: str = ""
+) -> list[str]:
+    """rollout.py: forms of the embedded engine, by the name of their row, beside vLLM. peer_run: that measured it, if it is another."""
     lines = [f"| {label} | Lockstep is faster by |", "|---|---|---|---|"]
-    theirs = results.side(run, "vllm", case)
+    theirs = results.side(peer_run or run, "vllm", case)
     peer = f"{theirs[TOKENS]:,.0f} tokens/s" if theirs else "not measured"
     for name, side in forms.items():
         ours = results.side(run, side, case)
@@ -202,7 +204,7 @@ def learning_table(results: "Results") -> list[str]:
 
 def exact_table(results: "Results") -> list[str]:
     lines = ["| GRPO step | default | exact | takes longer by |", "|---|---|---|---|"]
-    for label, default, exact in (("0.5B", "grpo-alone", "grpo-exact"), ("7B", "grpo-7b-alone", "grpo-7b-exact")):
+    for label, default, exact in (("0.5B", "grpo-alone", "grpo-exact"), ("7B", "grpo-7b", "grpo-7b-exact")):
         sides = [results.side(run, "lockstep") for run in (default, exact)]
         cells = [step(side) if side else "not measured" for side in sides]
         ratio = f"{sides[1][STEP] / sides[0][STEP]:.2f}x" if sides[0] and sides[1] else ""

@@ -230,7 +230,6 @@ UNSUPPORTED_KEYS |= _in_each(
         "strategy": Unsupported(
             "these are settings of FSDP2; select the engine by strategy of the role", (None, "fsdp", "fsdp2")
         ),
-        "full_determinism": Unsupported("GPU kernels are not forced to be deterministic; set false"),
     },
 )
 UNSUPPORTED_KEYS |= _in_each(

@@ -143,6 +143,8 @@ class FSDPEngineConfig(TrainEngineConfig):
     """Gather the next layer's parameters while the current one computes."""
     ulysses_sequence_parallel_size: PositiveInt = 1
     """Ranks that split each sequence (Ulysses)."""
+    full_determinism: bool = False
+    """Compute gradients with deterministic GPU kernels only, which are slower: an update that is repeated gives the same bits."""
 
     @property
     def ranks_per_row(self) -> int:

@@ -165,7 +165,8 @@ def test_tables_of_engines_modes_and_histories(report: SimpleNamespace, tables: 
     phase = {"seconds": 0.5, "steps": 2, "step_ms": 250.0, "kernel_ms": 100.0}
     phases = {"usual": {"seconds": 1.5}, "prefill": phase, "decode": phase}
     figures = {
-        "rollout-fp8": {"7b uniform x256": sides | {"embedded-fp8": {"tokens_per_s": 24000.0, "drift": 0.1}}},
+        "rollout-7b": {"7b uniform x256": sides},
+        "rollout-fp8": {"7b uniform x256": {"embedded-fp8": {"tokens_per_s": 24000.0, "drift": 0.1}}},
         "grpo-alone": {"": {"lockstep": {"step_s": 1.0}}},
         "grpo-exact": {"": {"lockstep": {"step_s": 1.25}}},
         "drafts": {"x4": {"none": {"speedup": 0.99, "acceptance": 0.0}, "1": {"speedup": 3.0, "acceptance": 0.9}}},

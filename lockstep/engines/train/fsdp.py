@@ -40,6 +40,7 @@ from lockstep.models.shared_weights import copy_gathered, release_weights, share
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.models.weight_source import WeightSource
+from lockstep.utils.determinism import deterministic_kernels, prepare_determinism
 from lockstep.utils.device import HostCopy
 from lockstep.utils.distributed import current_rank, get_mesh
 from lockstep.utils.host import prepare_cpu_for
@@ -123,6 +124,8 @@ class FsdpEngine(TokenEngine):
     @classmethod
     def open(cls, model: EngineModel, device: torch.device) -> Self:
         assert isinstance(model.engine, FSDPEngineConfig)
+        if model.engine.full_determinism:
+            prepare_determinism()
         module, weights = open_token_model(model, device)
         return cls(
             module,
@@ -149,7 +152,8 @@ class FsdpEngine(TokenEngine):
         sharding.sum_replicas(self.model, is_last)
         # The loss is the sum of the dp ranks' shares, and the gradient of a share is the sum over its sp ranks, each of which
         # holds what its own tokens add. So the gradient is the sum over all ranks; FSDP takes their mean.
-        (loss * (self.world_size * self._loss_scale.value)).backward()
+        with deterministic_kernels(self.config.full_determinism):
+            (loss * (self.world_size * self._loss_scale.value)).backward()
 
     def _free_gathered(self) -> None:
         sharding.reshard(self.model)

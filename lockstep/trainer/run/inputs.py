@@ -9,12 +9,14 @@ from lockstep.config.engines import ROLLOUT_ENGINES, TRAIN_ENGINES
 from lockstep.config.placement import controller_of, need_reward_model, needed_models
 from lockstep.config.ppo import PPOConfig
 from lockstep.config.roles import SECTIONS, SUPERVISED
+from lockstep.config.schema import flat_values
 from lockstep.config.sft import SupervisedConfig
 from lockstep.data.files import TEXT_MODEL, refuse_media
 from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.run.memory_check import check_memory
 from lockstep.trainer.run.preflight import check_positions, preflight
 from lockstep.utils.dataset_files import Use, local_data_files
+from lockstep.utils.determinism import prepare_determinism
 from lockstep.utils.generated_data import is_generated
 from lockstep.utils.model_path import base_folder, local_model_folder, revision_of
 from lockstep.utils.vision import model_type_of, reads_images, why_no_video_processor
@@ -27,6 +29,8 @@ ACTOR_KEYS = ("actor_rollout_ref.model.path", "model.path")
 
 def prepare_run(config: PPOConfig | SupervisedConfig, *, with_preflight: bool = True) -> None:
     """Check what is outside the config, fetch models and data, and plan the memory; RunError with every problem."""
+    if any(value is True for key, value in flat_values(config).items() if key.endswith(".full_determinism")):
+        prepare_determinism()
     if with_preflight and (problems := preflight(config)):
         raise RunError("\nerror: ".join(problems), exit_code=2)
     try:

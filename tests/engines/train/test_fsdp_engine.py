@@ -34,10 +34,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def policy_engine(folder: Path, *, packed: bool = True, dtype: torch.dtype = torch.float32, **kw) -> FsdpEngine:
+def policy_engine(
+    folder: Path,
+    *,
+    config: FSDPEngineConfig = FSDPEngineConfig(),
+    packed: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **kw,
+) -> FsdpEngine:
     model = PolicyModel(load_causal_lm(HFModelConfig(path=str(folder)), "m", torch.float32, CPU))
     optim = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
-    return FsdpEngine(model, FSDPEngineConfig(), optim, device=CPU, compute_dtype=dtype, packed=packed, **kw)
+    return FsdpEngine(model, config, optim, device=CPU, compute_dtype=dtype, packed=packed, **kw)
 
 
 def naive_log_probs(folder: Path, batch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -87,6 +94,17 @@ def test_an_update_does_not_depend_on_the_micro_batch_split(folder: Path, mode: 
         assert other == pytest.approx(metrics, rel=1e-4, abs=1e-6)
         for name, weight in weights.items():  # AdamW's first step is lr * sign(gradient): where that is ~0 it may flip
             assert (weight - other_weights[name]).abs().mean() < 1e-5, name
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_gradients_are_computed_with_deterministic_kernels(folder: Path, enabled: bool) -> None:
+    engine = policy_engine(folder, config=FSDPEngineConfig(full_determinism=enabled))
+    seen: list[bool] = []
+    head = next(engine.model.parameters())
+    head.register_hook(lambda grad: seen.append(torch.are_deterministic_algorithms_enabled()))
+    metrics, _ = step(engine, ACTOR, SPLITS[0])
+    assert set(seen) == {enabled} and not torch.are_deterministic_algorithms_enabled()
+    assert metrics == step(policy_engine(folder), ACTOR, SPLITS[0])[0]
 
 
 def test_only_checkpointed_layers_are_in_training_mode(folder: Path) -> None:

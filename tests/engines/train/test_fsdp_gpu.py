@@ -57,6 +57,14 @@ def test_where_memory_lies_changes_nothing(
     np.testing.assert_allclose(resumed["step"], uninterrupted["step"], rtol=tolerance)
 
 
+def test_repeated_updates_are_equal_to_the_bit(folder: Path) -> None:
+    case = Case(device="cuda", compute=torch.bfloat16, fsdp={"full_determinism": True}, checkpointing=True)
+    first, second = cases.train(folder, case), cases.train(folder, case)
+    assert first["steps"] == second["steps"]
+    for name, weight in first["weights"].items():
+        np.testing.assert_array_equal(second["weights"][name], weight, name)
+
+
 @pytest.mark.parametrize("fsdp", [{}, {"param_offload": True}, {"offload_policy": True}], ids=str)
 def test_lent_weights_are_on_the_device(fsdp: dict[str, bool], folder: Path) -> None:
     gc.collect()
