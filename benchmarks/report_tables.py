@@ -174,7 +174,7 @@ def ragged_table(results: "Results") -> list[str]:
 def engines_table(
     results: "Results", run: str, case: str, label: str, forms: dict[str, str], peer_run: str = ""
 ) -> list[str]:
-    """rollout.py: forms of the embedded engine, by the name of their row, beside vLLM. peer_run: that measured it, if it is another."""
+    """rollout.py: forms of the embedded engine, by the name of their row, beside vLLM. peer_run: that of vLLM, by default `run`."""
     lines = [f"| {label} | Lockstep is faster by |", "|---|---|---|---|"]
     theirs = results.side(peer_run or run, "vllm", case)
     peer = f"{theirs[TOKENS]:,.0f} tokens/s" if theirs else "not measured"

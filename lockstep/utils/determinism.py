@@ -7,6 +7,7 @@ deterministic ones. An operation that has none is an error of torch that names i
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 def prepare_determinism() -> None:
@@ -23,11 +24,12 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     import torch
 
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    fills = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # finds bugs, takes time
+    settings.fill_uninitialized_memory = False  # finds bugs, takes time
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        settings.fill_uninitialized_memory = fills

@@ -37,13 +37,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def policy_engine(
     folder: Path,
     *,
-    config: FSDPEngineConfig = FSDPEngineConfig(),
+    deterministic: bool = False,
     packed: bool = True,
     dtype: torch.dtype = torch.float32,
     **kw,
 ) -> FsdpEngine:
     model = PolicyModel(load_causal_lm(HFModelConfig(path=str(folder)), "m", torch.float32, CPU))
     optim = FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
+    config = FSDPEngineConfig(full_determinism=deterministic)
     return FsdpEngine(model, config, optim, device=CPU, compute_dtype=dtype, packed=packed, **kw)
 
 
@@ -98,7 +99,7 @@ def test_an_update_does_not_depend_on_the_micro_batch_split(folder: Path, mode: 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_gradients_are_computed_with_deterministic_kernels(folder: Path, enabled: bool) -> None:
-    engine = policy_engine(folder, config=FSDPEngineConfig(full_determinism=enabled))
+    engine = policy_engine(folder, deterministic=enabled)
     seen: list[bool] = []
     head = next(engine.model.parameters())
     head.register_hook(lambda grad: seen.append(torch.are_deterministic_algorithms_enabled()))
