@@ -1,12 +1,15 @@
 """Where the time of a rollout goes: prefill and decode steps, and their kernels.
 
     python benchmarks/rollout_profile.py --shape hybrid-1.5b [--requests 128 --prompt-tokens 256 --new-tokens 256]
-                                         [--top 20] [--json out.json]
+                                         [--drafts] [--top 20] [--json out.json]
 
 The requests, engine and random weights are those of `rollout.py`. Each launch waits for the device, so its seconds are its own;
 `between launches` is the host's work, most of which a usual rollout does while the device computes. The kernels are those of the
 first prefill step and of a window of decode steps with all sequences, both after a run that compiles and captures. On CPU the time
 is that of torch's operations, and their number per layer is that of a whole step divided by the layers.
+
+--drafts generates with drafts from history, of which all are right: steps with drafts are a phase of their own, and what its steps
+take beyond their kernels is the host's work on them; the search for drafts is between launches.
 """
 
 import argparse
@@ -23,9 +26,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from rollout import Case, embedded_engine, embedded_requests, make_requests, span
-from shapes import SHAPES
+from shapes import SHAPES, zero_logits
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+from lockstep.config.actor_rollout_ref import HistoryDraftsConfig
 
 
 @dataclass
@@ -61,9 +66,10 @@ class LaunchProfile:
         loop._run_window = lambda step, *args: self._launch("decode", step, lambda: window(step, *args))
 
     def clear(self) -> None:
-        self.phases = {name: Phase() for name in ("prefill", "decode")}
+        self.phases = {name: Phase() for name in ("prefill", "decode", "drafts")}
 
     def _launch(self, name: str, step: Any, launch: Callable[[], None]) -> None:
+        name = "drafts" if name == "decode" and step.drafts else name
         phase = self.phases[name]
         if len(step.rows) >= self.profiled.get(name, sys.maxsize):
             del self.profiled[name]
@@ -104,7 +110,10 @@ class LaunchProfile:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     case = Case(args.shape, args.requests, span(args.prompt_tokens), span(args.new_tokens))
-    engine, model = embedded_engine(args, case)
+    settings = {"history_drafts": HistoryDraftsConfig(enable=True)} if args.drafts else {}
+    engine, model = embedded_engine(args, case, **settings)
+    if args.drafts:
+        zero_logits(model)
     requests = embedded_requests(make_requests(case, model.config.vocab_size, args.seed), greedy=False)
     engine.generate(requests)
     started = time.perf_counter()
@@ -116,11 +125,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     total_s = time.perf_counter() - started
     times = profiled.phases
     profiled.clear()
-    profiled.profiled = {"prefill": 1, "decode": args.requests}
+    profiled.profiled = {"prefill": 1, "decode": args.requests, "drafts": args.requests}
     engine.generate(requests)
     found: dict[str, Any] = {"layers": model.config.num_hidden_layers, "usual_s": usual_s}
     for name, phase in profiled.phases.items():
         timed = times[name]
+        if not timed.steps:
+            continue
         kernels = {
             kernel: {"ms": ms / phase.profiled_steps, "count": phase.counts[kernel] / phase.profiled_steps}
             for kernel, ms in phase.kernels.most_common()
@@ -141,12 +152,13 @@ def show(console: Console, found: dict[str, Any], args: argparse.Namespace) -> N
     console.print(
         f"{args.shape}, {size}: {found['usual_s']:.3f} s; with launches that wait for the device:", markup=False
     )
-    for name in ("prefill", "decode"):
+    phases = [name for name in ("prefill", "decode", "drafts") if name in found]
+    for name in phases:
         phase = found[name]
         steps = f"{phase['steps']} steps of {phase['step_ms']:.2f} ms"
         console.print(f"  {name:7} {phase['seconds']:.3f} s, {steps}, of it kernels {phase['kernel_ms']:.2f} ms")
     console.print(f"  between launches {found['between_s']:.3f} s")
-    for name in ("prefill", "decode"):
+    for name in phases:
         table = Table("ms", "of the kernels", "count", "per layer", "", title=f"{name}: one step")
         phase = found[name]
         for kernel, entry in list(phase["kernels"].items())[: args.top]:
@@ -165,6 +177,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", default="256" if on_gpu else "16", help="per request, N or N-M")
     parser.add_argument("--new-tokens", default="256" if on_gpu else "32", help="per request, N or N-M")
     parser.add_argument("--prefill-tokens", type=int, default=16384, help="tokens per prefill step")
+    parser.add_argument("--drafts", action="store_true", help="draft from a history that is right")
     parser.add_argument("--top", type=int, default=20, help="kernels that are shown")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the results to this file")

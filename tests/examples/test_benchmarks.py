@@ -77,6 +77,15 @@ def test_phases_of_a_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert sum(decode["kernels"].get(f"aten::{name}", {"count": 0})["count"] for name in ("mm", "addmm")) == 9
 
 
+def test_steps_with_drafts_are_a_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    main = runpy.run_path(str(BENCHMARKS / "rollout_profile.py"))["main"]
+    sizes = ["--requests", "2", "--prompt-tokens", "8", "--new-tokens", "40"]
+    main(["--shape", "tiny", "--drafts", *sizes, "--json", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert 0 < found["drafts"]["steps"] < 39 and found["drafts"]["kernels"]
+
+
 @pytest.mark.slow
 def test_a_learning_run_with_drafts_has_the_same_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny_model(tmp_path / "model")
