@@ -49,6 +49,35 @@ def _unit(x):
 
 
 @triton.jit
+def load_token(
+    qkv_ptr, x_ptr, token, d, e, key_head, head, x_stride, channels, inside,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """q, k (DK_PADDED,), v (TILE,), b and a of a token; zeros if it is not `inside`."""
+    qkv = qkv_ptr + token * channels
+    q = tl.load(qkv + key_head * DK + d, mask=inside & (d < DK), other=0.0)
+    k = tl.load(qkv + (HK + key_head) * DK + d, mask=inside & (d < DK), other=0.0)
+    v = tl.load(qkv + 2 * HK * DK + head * DV + e, mask=inside & (e < DV), other=0.0)
+    b = tl.load(x_ptr + token * x_stride + channels + head, mask=inside, other=0.0)
+    a = tl.load(x_ptr + token * x_stride + channels + HV + head, mask=inside, other=0.0)
+    return q, k, v, b, a
+
+
+@triton.jit
+def next_state(state, q, k, v, b, a, rate, dt_bias, scale):
+    """The state (DK_PADDED, TILE) after a token, and its output (TILE,) in float32. rate: exp(A_log)."""
+    beta = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)
+    dt = a.to(tl.float32) + dt_bias
+    softplus = tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(tl.minimum(dt, 20.0))))
+    q = _unit(q.to(tl.float32)) * scale
+    k = _unit(k.to(tl.float32))
+    state *= tl.exp(-rate * softplus)
+    delta = (v.to(tl.float32) - tl.sum(state * k[:, None], 0)) * beta
+    state += k[:, None] * delta[None, :]
+    return state, tl.sum(state * q[:, None], 0)
+
+
+@triton.jit
 def _rule(
     qkv_ptr, x_ptr, a_log_ptr, dt_bias_ptr, state_ptr, slots_ptr, out_ptr, x_stride, channels, scale,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DK_PADDED: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
@@ -58,28 +87,16 @@ def _rule(
     d = tl.arange(0, DK_PADDED)
     e = tl.program_id(2) * TILE + tl.arange(0, TILE)
     key_head = head // (HV // HK)
-    qkv = qkv_ptr + row * channels
-    q = tl.load(qkv + key_head * DK + d, mask=d < DK, other=0.0).to(tl.float32)
-    k = tl.load(qkv + (HK + key_head) * DK + d, mask=d < DK, other=0.0).to(tl.float32)
-    v = tl.load(qkv + 2 * HK * DK + head * DV + e, mask=e < DV, other=0.0).to(tl.float32)
-    q = _unit(q) * scale
-    k = _unit(k)
-
-    b = tl.load(x_ptr + row * x_stride + channels + head).to(tl.float32)
-    a = tl.load(x_ptr + row * x_stride + channels + HV + head).to(tl.float32)
-    beta = (1.0 / (1.0 + tl.exp(-b))).to(x_ptr.dtype.element_ty).to(tl.float32)
-    dt = a + tl.load(dt_bias_ptr + head).to(tl.float32)
-    softplus = tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(tl.minimum(dt, 20.0))))
-    decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * softplus)
-
+    q, k, v, b, a = load_token(
+        qkv_ptr, x_ptr, row, d, e, key_head, head, x_stride, channels, row >= 0, HK, HV, DK, DV
+    )  # fmt: skip
+    rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     at = state_ptr + (slot * HV + head) * (DK * DV) + d[:, None] * DV + e[None, :]
     inside = (d < DK)[:, None] & (e < DV)[None, :]
-    state = tl.load(at, mask=inside, other=0.0) * decay
-    delta = (v - tl.sum(state * k[:, None], 0)) * beta
-    state += k[:, None] * delta[None, :]
+    state, out = next_state(tl.load(at, mask=inside, other=0.0), q, k, v, b, a, rate, dt_bias, scale)
     tl.store(at, state, mask=inside)
-    out = tl.sum(state * q[:, None], 0)
     tl.store(out_ptr + (row * HV + head) * DV + e, out.to(out_ptr.dtype.element_ty), mask=e < DV)
 
 

@@ -6,7 +6,8 @@
 
 The mathematics is transformers' own: chunks of tokens in training and prefill, one token after another in decode. These functions
 call the kernels of flash-linear-attention and causal-conv1d if the packages are installed. Decode on CUDA has our own kernel
-(`kernels/delta_step.py`), in place on the states.
+(`kernels/delta_step.py`), in place on the states, and so have passes without gradients if flash-linear-attention does not serve
+them (`kernels/delta_scan.py`).
 
 Shapes: N rows of L tokens; HK key heads of DK, HV value heads of DV; states: conv (N, C, K), the last K inputs of the convolution,
 and recurrent (N, HV, DK, DV) in float32.
@@ -39,6 +40,8 @@ def gated_delta(mixer: Any, x: Tensor) -> "GatedDelta":
         return GatedDelta(mixer)
     if kernels_serve(x):
         return PackedGatedDelta(mixer)
+    if not torch.is_grad_enabled():
+        return ScannedGatedDelta(mixer)
     return InPlaceGatedDelta(mixer)
 
 
@@ -223,3 +226,18 @@ class PackedGatedDelta(InPlaceGatedDelta):
             inputs = inputs.index_copy(0, starts, before.transpose(1, 2).flatten(0, 1).to(x.dtype))
         states.tensors["conv", 0] = inputs.index_select(0, ends).unflatten(0, (len(bounds), width)).transpose(1, 2)
         return self._convolution(inputs.t()[None])[0].t().index_select(0, place)
+
+
+class ScannedGatedDelta(PackedGatedDelta):
+    """With our own kernel for the rule, token after token: no gradient, any dtype."""
+
+    def packed(self, x: Tensor, bounds: RowBounds, states: RowStates) -> Tensor:
+        from lockstep.kernels.delta_scan import delta_scan
+
+        mixer = self.mixer
+        before = states.tensors.get(("recurrent", 0))
+        qkv = self._packed_convolution(self._split(x)[0][0], bounds, states)
+        keys, values = (mixer.num_k_heads, mixer.head_k_dim), (mixer.num_v_heads, mixer.head_v_dim)
+        out, after = delta_scan(qkv, x[0], mixer.A_log, mixer.dt_bias, before, bounds.tensor, keys, values)
+        states.update_recurrent_state(after)
+        return out[None]
