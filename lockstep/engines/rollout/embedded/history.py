@@ -140,14 +140,14 @@ class PromptAnswers:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a quarter of the tokens is not in the index."""
+        """Whether half of the tokens are not in the index: sorting them takes longer than many steps."""
         if self.index is None:
             return True
         num_tokens = self.num_ended_tokens
         for tokens, start in self.running.values():
             num_tokens += len(tokens) - start
         known = self.index.num_tokens
-        return num_tokens > known + max(16, known // 4)
+        return num_tokens > known + max(16, known)
 
     def build_index(self) -> None:
         running = [np.array(tokens[start:], dtype=np.int32) for tokens, start in self.running.values()]
