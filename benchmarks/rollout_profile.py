@@ -125,7 +125,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     total_s = time.perf_counter() - started
     times = profiled.phases
     profiled.clear()
-    profiled.profiled = {"prefill": 1, "decode": args.requests, "drafts": args.requests}
+    profiled.profiled = {"prefill": 1, "decode": args.requests, "drafts": 1}
     engine.generate(requests)
     found: dict[str, Any] = {"layers": model.config.num_hidden_layers, "usual_s": usual_s}
     for name, phase in profiled.phases.items():

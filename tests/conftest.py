@@ -12,6 +12,7 @@ import torch
 
 from lockstep.config.estimators import ESTIMATOR_INPUTS
 from lockstep.registry import USER_MODULE, Registry, _module_of
+from lockstep.utils.determinism import prepare_cublas
 from lockstep.utils.distributed import leave_process_group
 from lockstep.utils.host import choose_matrix_library
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tests.engines.train.ranks import Ranks
     from tests.shared_processes import SharedProcesses
 
+prepare_cublas()  # before any product: cuBLAS and torch read it once
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # loopback only; Ray reads it on import
 
 # deterministic examples and no deadline, so that a busy machine does not fail tests

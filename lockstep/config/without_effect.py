@@ -40,6 +40,10 @@ NEVER_READ = {
         )
     },
     **{
+        f"{SECTIONS[role].fsdp}.full_determinism": f"the {what} is not trained"
+        for role, what in (("ref", "reference policy"), ("rm", "reward model"))
+    },
+    **{
         f"{SECTIONS[role].of_engine('megatron')}.{name}": f"the {what} is not trained"
         for role, what in (("ref", "reference policy"), ("rm", "reward model"))
         for name in ("grad_offload", "use_distributed_optimizer", "override_ddp_config")

@@ -16,12 +16,16 @@ PROCESS_VARIABLES = ("RAY_", "CUDA_VISIBLE_DEVICES", "PYTHONBREAKPOINT", "OLDPWD
 """Prefixes of variables that Ray or the shell sets per process."""
 
 
+ALWAYS_SENT = ("CUBLAS_WORKSPACE_CONFIG",)
+"""Environment variables that a program sets for its workers; a cluster that runs already has its own for all others."""
+
+
 @dataclass(frozen=True)
 class ProcessEnvironment:
     """
     working_dir: base of relative paths.
     module_path: `sys.path`.
-    variables:   environment variables to set; may be empty.
+    variables:   environment variables to set.
     user_code:   with each entry and object pickled, which can be loaded once `sys.path` is set.
     """
 
@@ -36,7 +40,9 @@ class ProcessEnvironment:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(PROCESS_VARIABLES)}
         own = UserCode.capture()
         code = UserCode(own.files, _pickled(own.entries), _pickled(own.objects))
-        return cls(os.getcwd(), list(sys.path), kept if with_variables else {}, code)
+        if not with_variables:
+            kept = {name: kept[name] for name in ALWAYS_SENT if name in kept}
+        return cls(os.getcwd(), list(sys.path), kept, code)
 
     def apply(self, change_dir: bool = True) -> None:
         """Apply it to this process. change_dir: also change to the working directory, if this machine has it."""

@@ -10,9 +10,16 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def prepare_determinism() -> None:
+def prepare_cublas() -> None:
     """Set what cuBLAS has to find before its first product in this process."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def choose_attention() -> None:
+    """Do without cuDNN's attention: its gradient is not deterministic, and torch chooses it in the forward pass."""
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ READ_ELSEWHERE = {
 """Field, or key, that `fields_read` cannot see."""
 OF_ONE_SECTION = {
     **dict.fromkeys(("optimizer_offload", "seed", "model_dtype"), "TrainEngineConfig"),
+    "full_determinism": "FSDPEngineConfig",
     **dict.fromkeys(("grad_offload", "use_distributed_optimizer", "override_ddp_config"), "McoreEngineConfig"),
     **dict.fromkeys(
         ("enable_gradient_checkpointing", "custom_chat_template", "lora_rank", *LORA_SETTINGS), "HFModelConfig"

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.utils.determinism import deterministic_kernels, prepare_determinism
+from lockstep.single_controller.environment import ProcessEnvironment
+from lockstep.utils.determinism import deterministic_kernels, prepare_cublas
 
 
 class Watched(torch.autograd.Function):
@@ -50,8 +51,14 @@ def test_settings_are_restored_after_an_error() -> None:
 
 def test_a_workspace_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    prepare_determinism()
+    prepare_cublas()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    prepare_determinism()
+    prepare_cublas()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_workers_of_a_cluster_that_runs_already_get_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setenv("OF_THIS_PROCESS", "1")
+    assert ProcessEnvironment.capture().variables == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}

@@ -40,7 +40,7 @@ from lockstep.models.shared_weights import copy_gathered, release_weights, share
 from lockstep.models.token_models import TokenModel
 from lockstep.models.ulysses import SequenceGroup, check_heads
 from lockstep.models.weight_source import WeightSource
-from lockstep.utils.determinism import deterministic_kernels, prepare_determinism
+from lockstep.utils.determinism import choose_attention, deterministic_kernels, prepare_cublas
 from lockstep.utils.device import HostCopy
 from lockstep.utils.distributed import current_rank, get_mesh
 from lockstep.utils.host import prepare_cpu_for
@@ -85,6 +85,9 @@ class FsdpEngine(TokenEngine):
         self.dp_rank, self.group_rank = divmod(current_rank(), self.sp_size)
         if optim is None:
             model.requires_grad_(False)
+        elif config.full_determinism:
+            _check_determinism(model, device)
+            choose_attention()
         model.eval()  # no noise; only the layers that recompute their activations must be in training mode
         if device.type == "cpu":
             prepare_cpu_for(sum(parameter.numel() for parameter in model.parameters()))
@@ -125,7 +128,7 @@ class FsdpEngine(TokenEngine):
     def open(cls, model: EngineModel, device: torch.device) -> Self:
         assert isinstance(model.engine, FSDPEngineConfig)
         if model.engine.full_determinism:
-            prepare_determinism()
+            prepare_cublas()
         module, weights = open_token_model(model, device)
         return cls(
             module,
@@ -346,6 +349,14 @@ class FsdpEngine(TokenEngine):
         check_heads(model.hf_config.get_text_config().num_attention_heads, size)
         mesh = get_mesh(self.device, {"dp": self.world_size // size, "sp": size})
         return SequenceGroup(mesh.get_group("sp"), current_rank() % size, size)
+
+
+def _check_determinism(model: TokenModel, device: torch.device) -> None:
+    if device.type == "cuda" and has_states(model.transformer.config):
+        name = type(model.transformer).__name__
+        raise ValueError(
+            f"fsdp_config.full_determinism=true: layers with a state ({name}) have no deterministic gradient on a GPU; set false"
+        )
 
 
 def _master_dtype(model: nn.Module) -> torch.dtype:

@@ -16,7 +16,7 @@ from lockstep.trainer.run.errors import RunError
 from lockstep.trainer.run.memory_check import check_memory
 from lockstep.trainer.run.preflight import check_positions, preflight
 from lockstep.utils.dataset_files import Use, local_data_files
-from lockstep.utils.determinism import prepare_determinism
+from lockstep.utils.determinism import prepare_cublas
 from lockstep.utils.generated_data import is_generated
 from lockstep.utils.model_path import base_folder, local_model_folder, revision_of
 from lockstep.utils.vision import model_type_of, reads_images, why_no_video_processor
@@ -30,7 +30,7 @@ ACTOR_KEYS = ("actor_rollout_ref.model.path", "model.path")
 def prepare_run(config: PPOConfig | SupervisedConfig, *, with_preflight: bool = True) -> None:
     """Check what is outside the config, fetch models and data, and plan the memory; RunError with every problem."""
     if any(value is True for key, value in flat_values(config).items() if key.endswith(".full_determinism")):
-        prepare_determinism()
+        prepare_cublas()
     if with_preflight and (problems := preflight(config)):
         raise RunError("\nerror: ".join(problems), exit_code=2)
     try:

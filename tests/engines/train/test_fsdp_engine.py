@@ -12,12 +12,14 @@ from lockstep.algorithms.losses.aggregate import count_batch
 from lockstep.config.actor_rollout_ref import ActorConfig
 from lockstep.config.compose import load_config
 from lockstep.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from lockstep.engines.train import fsdp
 from lockstep.engines.train.fsdp import FsdpEngine
 from lockstep.engines.train.train_engine import MicroBatching
 from lockstep.models.loading import load_causal_lm
 from lockstep.models.shared_weights import rollout_module
 from lockstep.models.token_models import PolicyModel, ScalarModel
 from lockstep.workers.losses import actor_loss_fn, critic_loss_fn
+from tests.models import architectures
 from tests.tiny import random_batch, save_tiny_model, tiny_config
 from tests.value_model import load_value_model
 
@@ -106,6 +108,13 @@ def test_gradients_are_computed_with_deterministic_kernels(folder: Path, enabled
     metrics, _ = step(engine, ACTOR, SPLITS[0])
     assert set(seen) == {enabled} and not torch.are_deterministic_algorithms_enabled()
     assert metrics == step(policy_engine(folder), ACTOR, SPLITS[0])[0]
+
+
+def test_recurrent_layers_have_no_deterministic_gradients_on_a_gpu() -> None:
+    model = PolicyModel(architectures.tiny_model("qwen3_next"))
+    fsdp._check_determinism(model, CPU)
+    with pytest.raises(ValueError, match="full_determinism=true: layers with a state"):
+        fsdp._check_determinism(model, torch.device("cuda"))
 
 
 def test_only_checkpointed_layers_are_in_training_mode(folder: Path) -> None:

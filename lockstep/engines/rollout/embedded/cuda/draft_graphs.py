@@ -73,7 +73,7 @@ class DraftGraphs(DecodeGraphs):
         """
         counts = np.array([row.stop - row.start for row in rows])
         num_tokens = int(counts.sum())
-        self._fill(rows, slots, counts, padded_batch_size(num_tokens))
+        self._fill(rows, slots, counts, num_tokens)
         self.run(num_tokens, any(row.sequence.request.sampling.filtered for row in rows), num_steps=1)
         outputs = self._outputs[:, :num_tokens].cpu()
         return outputs[0].numpy(), outputs[1].view(torch.float32).numpy()
@@ -82,9 +82,8 @@ class DraftGraphs(DecodeGraphs):
     def cache_slots(self) -> Tensor:
         return self.rows.inputs[CACHE_SLOT]
 
-    def _fill(self, rows: Rows[PrefillRow], slots: Rows[int], counts: np.ndarray, size: int) -> None:
-        """Upload what the rows compute; `size` of them with padding."""
-        num_tokens = int(counts.sum())
+    def _fill(self, rows: Rows[PrefillRow], slots: Rows[int], counts: np.ndarray, num_tokens: int) -> None:
+        """Upload what the rows compute. counts: tokens of each, `num_tokens` in all."""
         inputs, state, options = (t.numpy() for t in (self._host.inputs, self._host.state, self._host.options))
         block_size = self.runner.block_size
         first = np.repeat(np.cumsum(counts) - counts, counts)  # of its row, in the step
@@ -107,7 +106,7 @@ class DraftGraphs(DecodeGraphs):
         state[:num_tokens, sampling.TOP_K] = np.repeat([max(0, r.sampling.top_k) for r in requests], counts)
         of_rows = [(r.sampling.temperature, r.sampling.top_p, r.sampling.min_p) for r in requests]
         options[:num_tokens] = np.repeat(of_rows, counts, axis=0)
-        self._upload(num_tokens, size)
+        self._upload(num_tokens, padded_batch_size(num_tokens))
 
     def _pad_rows(self, size: int) -> None:
         self._upload(0, size)
@@ -119,7 +118,8 @@ class DraftGraphs(DecodeGraphs):
         self._host.inputs[SLOT_ID, padding] = self.slots.padding_slot
         self._host.inputs[CACHE_SLOT, padding] = -1
         self._host.state[padding] = 0
-        self.rows.words.copy_(self._host.words, non_blocking=True)
+        # the next one follows at once if these are only padding
+        self.rows.words.copy_(self._host.words, non_blocking=num_tokens > 0)
 
     def _step(self, size: int, filtered: bool) -> None:
         runner = self.runner
