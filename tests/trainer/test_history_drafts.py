@@ -17,6 +17,7 @@ DRAFTS = "actor_rollout_ref.rollout.history_drafts"
 @pytest.fixture
 def always_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice does not depend on times."""
+    monkeypatch.setattr(DraftController, "is_open", lambda self, num_rows: True)
     monkeypatch.setattr(DraftController, "may_pay", lambda self, rows, num_rows: True)
 
     def lengths(self: DraftController, rows: Sequence[Acceptance], available: Sequence[int]) -> list[int]:

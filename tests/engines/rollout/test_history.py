@@ -12,6 +12,7 @@ from lockstep.engines.rollout.embedded.history import (
     START,
     AnswerHistory,
     PromptAnswers,
+    Trail,
     prompt_key,
 )
 from lockstep.protocol.generation import GenerationRequest, SamplingParams
@@ -30,17 +31,18 @@ def lengths(history: AnswerHistory, of: bytes) -> list[int]:
 
 
 def naive_draft(answers: list[list[int]], answer: list[int], max_tokens: int) -> list[int]:
-    """Compare the end of `answer` with what precedes every token of every answer."""
+    """Compare the end of `answer` with what precedes every token of every answer; of equal ones the latest with most tokens."""
     wanted = [START] * MAX_MATCH + answer
-    longest, best = 0, []
+    longest, best = 0, list[int]()
     for seen in answers:
         padded = [START] * MAX_MATCH + seen
         for place in range(MAX_MATCH, len(padded)):
             equal = 0
             while equal < MAX_MATCH and padded[place - 1 - equal] == wanted[len(wanted) - 1 - equal]:
                 equal += 1
-            if equal >= longest:
-                longest, best = equal, padded[place : place + max_tokens]
+            draft = padded[place : place + max_tokens]
+            if (equal, len(draft)) >= (longest, len(best)):
+                longest, best = equal, draft
     return best if longest >= MIN_MATCH else []
 
 
@@ -51,6 +53,42 @@ def test_drafts_follow_the_longest_match(answers: list[list[int]], answer: list[
     for seen in answers:
         history.add(key(0), seen)
     assert history.draft(key(0), answer, max_tokens) == naive_draft(answers, answer, max_tokens)
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(tokens, min_size=1, max_size=4), st.data())
+def test_a_draft_that_was_right_is_continued(answers: list[list[int]], data: st.DataObject) -> None:
+    """Without a search: with a trail the draft has as long a context, and follows it somewhere."""
+    history = AnswerHistory(1 << 20)
+    for seen in answers:
+        history.add(key(0), seen)
+    prompt, trail = [7, 7, 7], Trail()
+    sequence = list(prompt)
+    for _ in range(8):
+        draft = history.draft(key(0), sequence, 4, start=len(prompt), trail=trail)
+        expected = naive_draft(answers, sequence[len(prompt) :], 4)
+        assert bool(draft) == bool(expected)
+        tail = ([START] * MAX_MATCH + sequence[len(prompt) :])[-MAX_MATCH:]
+        places = [(seen, place) for seen in answers for place in range(len(seen) + 1)]
+        full = [seen[place:] for seen, place in places if ([START] * MAX_MATCH + seen[:place])[-MAX_MATCH:] == tail]
+        assert draft == expected or any(rest[: len(draft)] == draft for rest in full)
+        sequence += draft[: data.draw(st.integers(0, len(draft)))] + data.draw(st.lists(st.integers(0, 3), max_size=1))
+
+
+def test_the_trail_of_an_older_index_is_not_followed() -> None:
+    history = AnswerHistory(1 << 20)
+    history.add(key(0), [1, 2, 3, 4])
+    trail = Trail()
+    assert history.draft(key(0), [1, 2], 1, trail=trail) == [3]
+    history.add(key(0), [1, 2, 3, *range(50, 90)])
+    assert history.draft(key(0), [1, 2, 3], 2, trail=trail) == [50, 51]
+
+
+def test_a_repeated_answer_is_drafted_in_full_length() -> None:
+    history = AnswerHistory(1 << 20)
+    loop = [1, 2, 3] * 20
+    history.follow(key(0), 7, loop, start=0)
+    assert history.draft(key(0), loop, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
 
 
 def test_drafts_from_running_siblings() -> None:

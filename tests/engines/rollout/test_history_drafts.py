@@ -36,6 +36,9 @@ from tests.models import architectures
 class EagerController(DraftController):
     """Drafts whatever there is, up to a length that changes from row to row."""
 
+    def is_open(self, num_rows: int) -> bool:
+        return True
+
     def may_pay(self, rows: Sequence[Acceptance], num_rows: int) -> bool:
         return True
 
@@ -253,8 +256,11 @@ def test_useless_history_is_dropped(model: Any) -> None:
 class HopefulController(DraftController):
     """Drafts as much as it may."""
 
-    def may_pay(self, rows: Sequence[Acceptance], num_rows: int) -> bool:
+    def is_open(self, num_rows: int) -> bool:
         return num_rows < self.max_tokens
+
+    def may_pay(self, rows: Sequence[Acceptance], num_rows: int) -> bool:
+        return True
 
     def _speedup(self, num_rows: int, gains: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
         return 2 + gains

@@ -49,8 +49,12 @@ class BlockManager:
 
     def num_needed(self, table: Sequence[int], start: int, stop: int) -> int:
         """Free blocks needed to write tokens start..stop of this table: new blocks and copies of shared ones."""
-        new = max(0, self.blocks_for(stop) - len(table))
-        return new + sum(1 for i in self._written(table, start, stop) if self._ref_counts[table[i]] > 1)
+        needed = self.blocks_for(stop)
+        num_known = len(table)
+        num_shared = 0
+        for i in range(start // self.block_size, min(num_known, needed)):
+            num_shared += self._ref_counts[table[i]] > 1
+        return max(0, needed - num_known) + num_shared
 
     def allocate(self, table: list[int], start: int, stop: int) -> list[tuple[int, int]]:
         """Extend the table so that tokens start..stop can be written; `num_needed` blocks must be free.
@@ -58,13 +62,14 @@ class BlockManager:
         Returns the (source, target) blocks to copy before the write.
         """
         copies = []
-        for i in self._written(table, start, stop):
+        needed = self.blocks_for(stop)
+        for i in range(start // self.block_size, min(len(table), needed)):
             if self._ref_counts[table[i]] > 1:
                 source, target = table[i], self._pop_free()
                 self._ref_counts[source] -= 1
                 table[i] = target
                 copies.append((source, target))
-        while len(table) < self.blocks_for(stop):
+        while len(table) < needed:
             table.append(self._pop_free())
         return copies
 
@@ -84,9 +89,6 @@ class BlockManager:
             if self._ref_counts[block] == 0:
                 self._free.append(block)
         table.clear()
-
-    def _written(self, table: Sequence[int], start: int, stop: int) -> range:
-        return range(start // self.block_size, min(len(table), self.blocks_for(stop)))
 
     def _pop_free(self) -> int:
         block = self._free.popleft()

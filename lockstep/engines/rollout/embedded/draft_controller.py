@@ -150,15 +150,19 @@ class DraftController:
         """Whether some rows of the next step are drafted although it is not expected to pay."""
         return self._num_plain >= PROBE_INTERVAL and num_rows + PROBE_ROWS * PROBE_TOKENS <= self.max_tokens
 
+    def is_open(self, num_rows: int) -> bool:
+        """Whether a step of as many rows may have drafts at all, and the last search without success is long enough ago."""
+        # plain steps of about this size must be known
+        if not self._plain_rows / 2 <= num_rows <= 1.5 * self._plain_rows or num_rows >= self.max_tokens:
+            return False
+        return self._num_skipped >= self._num_to_skip
+
     def may_pay(self, rows: Sequence[Acceptance], num_rows: int) -> bool:
         """Whether drafts are worth looking for: they would pay if as many as usual of these rows had a draft of full length.
 
         num_rows: of the step, with those that have no history.
         """
-        # plain steps of about this size must be known
-        if not self._plain_rows / 2 <= num_rows <= 1.5 * self._plain_rows or num_rows >= self.max_tokens:
-            return False
-        if self._num_skipped < self._num_to_skip:
+        if not self.is_open(num_rows):
             return False
         if self._paid:  # nothing is in flight, and a search takes hardly longer than what follows
             return True

@@ -6,11 +6,10 @@ Keys and values of drafts that were not kept stay in the cache, behind the seque
 """
 
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from lockstep.engines.rollout.embedded.sampler import SampledTokens
 from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, PrefillRow
 from lockstep.engines.rollout.embedded.sequence import Sequence
 
@@ -31,29 +30,35 @@ def sampled_positions(rows: Rows[PrefillRow]) -> tuple[list[Sequence], np.ndarra
     return sequences, np.concatenate([np.arange(row.start, row.stop) for row in rows]) + 1
 
 
-def kept_tokens(
-    rows: Rows[PrefillRow], tokens_T: np.ndarray, log_probs_T: np.ndarray
-) -> tuple[SampledTokens, list[int]]:
-    """What the rows keep of the tokens sampled at all positions, and how many."""
-    longest = max(row.stop - row.start for row in rows)
-    tokens_QN = np.full((longest, len(rows)), -1, dtype=tokens_T.dtype)
-    log_probs_QN = np.zeros((longest, len(rows)), dtype=np.float32)
-    kept = []
+@dataclass(frozen=True)
+class KeptTokens:
+    """What the rows of a step with drafts keep, on the host: tokens and log-probs of each, as many as were kept."""
+
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        return self.tokens, self.log_probs
+
+
+def kept_tokens(rows: Rows[PrefillRow], tokens_T: np.ndarray, log_probs_T: np.ndarray) -> KeptTokens:
+    """What the rows keep of the tokens sampled at all positions."""
+    sampled, log_probs = tokens_T.tolist(), log_probs_T.tolist()
+    kept = KeptTokens([], [])
     first = 0
-    sampled = tokens_T.tolist()
-    for column, row in enumerate(rows):
-        num_kept = num_agreeing(sampled[first : first + row.stop - row.start], row.draft, row.sequence.stop_ids)
-        tokens_QN[:num_kept, column] = tokens_T[first : first + num_kept]
-        log_probs_QN[:num_kept, column] = log_probs_T[first : first + num_kept]
-        kept.append(num_kept)
-        first += row.stop - row.start
-    columns = list(range(len(kept)))
-    return SampledTokens(torch.from_numpy(tokens_QN), torch.from_numpy(log_probs_QN), columns), kept
+    for row in rows:
+        stop = first + row.stop - row.start
+        of_row = sampled[first:stop]
+        num_kept = num_agreeing(of_row, row.draft, row.sequence.stop_ids)
+        kept.tokens.append(of_row[:num_kept])
+        kept.log_probs.append(log_probs[first : first + num_kept])
+        first = stop
+    return kept
 
 
-def num_agreeing(sampled: Rows[int], draft: Rows[int], stop_ids: frozenset[int]) -> int:
+def num_agreeing(sampled: list[int], draft: list[int], stop_ids: frozenset[int]) -> int:
     """How many of the sampled tokens belong to the sequence: those up to the first that differs from its draft or stops it."""
-    for place, (token, drafted) in enumerate(zip(sampled, draft), start=1):
-        if token != drafted or token in stop_ids:
-            return place
-    return len(sampled)
+    if sampled[:-1] == draft and stop_ids.isdisjoint(draft):
+        return len(sampled)
+    pairs = enumerate(zip(sampled, draft), start=1)
+    return next(place for place, (token, drafted) in pairs if token != drafted or token in stop_ids)

@@ -18,12 +18,14 @@ from lockstep.engines.rollout.embedded.draft_controller import (
     Acceptance,
     DraftController,
 )
-from lockstep.engines.rollout.embedded.history import MAX_MATCH, AnswerHistory
+from lockstep.engines.rollout.embedded.history import AnswerHistory, Trail
 from lockstep.engines.rollout.embedded.sequence import Sequence
 
 logger = logging.getLogger(__name__)
 MIN_STEP_TOKENS = 64
 """A step may have this many tokens even if fewer sequences may run at once."""
+MIN_STEP_TOKENS_CUDA = 1024
+"""There more tokens hardly take longer, and what the host does for a step counts."""
 
 
 @dataclass
@@ -52,6 +54,7 @@ class _Tracked:
     sequence: Sequence
     key: bytes
     acceptance: Acceptance = field(default_factory=Acceptance)
+    trail: Trail = field(default_factory=Trail)
 
 
 class Drafter:
@@ -87,6 +90,10 @@ class Drafter:
         if self.controller.is_useless():
             self.history.clear()
 
+    def use_cuda(self) -> None:
+        """Steps run on a CUDA device."""
+        self.controller.max_tokens = max(self.controller.max_tokens, MIN_STEP_TOKENS_CUDA)
+
     def lower_tokens(self, num_tokens: int, reason: str) -> None:
         """Halve the tokens of a step with drafts that has failed."""
         self.controller.max_tokens = num_tokens // 2
@@ -98,10 +105,13 @@ class Drafter:
 
     def is_due(self, sequences: Rows[Sequence]) -> bool:
         """Whether drafts of these sequences are worth looking for."""
+        num_rows = len(sequences)
+        is_probe = self.controller.is_probe(num_rows)
+        if not is_probe and not self.controller.is_open(num_rows):
+            return False
         tracked = (self._tracked.get(s.index) for s in sequences)
         rows = [t.acceptance for t in tracked if t is not None and self.history.has_answers(t.key, t.sequence.index)]
-        num_rows = len(sequences)
-        return bool(rows) and (self.controller.is_probe(num_rows) or self.controller.may_pay(rows, num_rows))
+        return bool(rows) and (is_probe or self.controller.may_pay(rows, num_rows))
 
     def drafts(self, sequences: Rows[Sequence]) -> dict[int, list[int]]:
         """Draft tokens by the sequence's index; of sequences without unread tokens. Empty if none pay."""
@@ -165,5 +175,4 @@ class Drafter:
     def _find(self, tracked: _Tracked) -> list[int]:
         sequence = tracked.sequence
         most = min(self.controller.max_draft_tokens, sequence.num_left - 1)  # one more token is sampled
-        start = max(sequence.num_prompt, len(sequence.tokens) - MAX_MATCH)
-        return self.history.draft(tracked.key, sequence.tokens[start:], most)
+        return self.history.draft(tracked.key, sequence.tokens, most, sequence.num_prompt, tracked.trail)

@@ -95,6 +95,8 @@ class EmbeddedEngine(ModuleEngine):
             quantization=self.config.quantization,
             exact=self.config.exact,
         )
+        if self.drafter is not None and self.runner.device.type == "cuda":
+            self.drafter.use_cuda()
         self.step_loop = StepLoop(
             self.runner, self.scheduler, self.limits, self.max_model_len, use_graphs, self.drafter
         )

@@ -36,6 +36,7 @@ START = -1
 _TOKEN_BYTES = 4
 _CONTEXT_BYTES = _TOKEN_BYTES * MAX_MATCH
 _PACK = struct.Struct(f">{MAX_MATCH}i").pack
+_STARTS = (START,) * MAX_MATCH
 _ABOVE_ALL = b"\xff" * (_CONTEXT_BYTES + 1)
 """Sorts after the rest of every context."""
 _PROMPT_BYTES = 400
@@ -82,27 +83,42 @@ class SortedContexts:
         entries = sum(each.itemsize * len(each) for each in arrays)
         return _INDEX_BYTES + self._stream.nbytes + len(self._backwards) + entries
 
-    def continuation(self, context: Sequence[int], max_tokens: int) -> list[int]:
-        """The tokens that followed the latest of the contexts with the longest match; none for less than MIN_MATCH.
+    def find(self, wanted: bytes, max_tokens: int) -> int | None:
+        """The place in the stream of the tokens that followed the context with the longest match; None for less than MIN_MATCH.
 
-        context: the last MAX_MATCH tokens.
+        Of several, the latest that `max_tokens` tokens follow, or else the one that most follow.
+        wanted: the last MAX_MATCH tokens, packed.
         """
         places = self._places
-        wanted = _PACK(*context[::-1])
         head = int.from_bytes(wanted[: MIN_MATCH * _TOKEN_BYTES], "big")
         first = bisect_left(self._heads, head)
         last = bisect_right(self._heads, head, lo=first)
         if first == last:
-            return []
-        at = bisect_left(places, wanted, first, last, key=self._context)
-        neighbours = places[max(first, at - 1) : min(at + 1, last)]
-        matched = wanted[: _TOKEN_BYTES * max(_num_equal(wanted, self._context(place)) for place in neighbours)]
-        first = bisect_left(places, matched, first, at, key=self._context)
-        last = bisect_left(places, matched + _ABOVE_ALL, at, last, key=self._context)
-        start = max(places[first:last])
-        stop = min(start + max_tokens, self._ends[bisect_left(self._ends, start + 1)])
-        tokens: list[int] = self._stream[start:stop].tolist()
+            return None
+        if last - first > 1:
+            at = bisect_left(places, wanted, first, last, key=self._context)
+            neighbours = places[max(first, at - 1) : min(at + 1, last)]
+            matched = wanted[: _TOKEN_BYTES * max(_num_equal(wanted, self._context(place)) for place in neighbours)]
+            first = bisect_left(places, matched, first, at, key=self._context)
+            last = bisect_left(places, matched + _ABOVE_ALL, at, last, key=self._context)
+        found = places[first:last]
+        latest = max(found)
+        if len(found) == 1 or self._end(latest) - latest >= max_tokens:
+            return latest
+        return max(found, key=lambda place: (min(max_tokens, self._end(place) - place), place))
+
+    def following(self, place: int, max_tokens: int) -> list[int]:
+        """The tokens from `place` of the stream on."""
+        tokens: list[int] = self._stream[place : min(place + max_tokens, self._end(place))].tolist()
         return tokens
+
+    def has_context(self, place: int, wanted: bytes) -> bool:
+        """Whether there is a token at `place`, and before it the tokens `wanted`."""
+        return place < len(self._stream) and self._context(place) == wanted and self._stream[place] != START
+
+    def _end(self, place: int) -> int:
+        """Of the answer at `place`."""
+        return self._ends[bisect_left(self._ends, place + 1)]
 
     def _context(self, place: int) -> bytes:
         """Before the token at `place` of the stream, its last token first."""
@@ -114,6 +130,18 @@ def _num_equal(a: bytes, b: bytes) -> int:
     """Leading tokens that are equal."""
     difference = int.from_bytes(a, "big") ^ int.from_bytes(b, "big")
     return (8 * _CONTEXT_BYTES - difference.bit_length()) // (8 * _TOKEN_BYTES)
+
+
+@dataclass
+class Trail:
+    """Where the last draft of a sequence came from. The next one continues there if its tokens were right.
+
+    place:      in the stream of `index`, of the token after the `num_tokens` that the sequence had.
+    """
+
+    index: SortedContexts | None = None
+    place: int = 0
+    num_tokens: int = 0
 
 
 @dataclass
@@ -192,22 +220,35 @@ class AnswerHistory:
         prompt = self._prompts.get(key)
         return prompt is not None and (bool(prompt.answers) or not prompt.running.keys() <= {name})
 
-    def draft(self, key: bytes, answer: Sequence[int], max_tokens: int) -> list[int]:
+    def draft(
+        self, key: bytes, tokens: Sequence[int], max_tokens: int, start: int = 0, trail: Trail | None = None
+    ) -> list[int]:
         """Up to `max_tokens` tokens that may follow.
 
-        answer: what is sampled so far, or its last MAX_MATCH tokens.
+        tokens: those of a sequence, in which the answer begins at `start`. trail: of that sequence.
         """
         prompt = self._prompts.get(key)
         if prompt is None or max_tokens < 1:
             return []
-        tail = list(answer[-MAX_MATCH:])
         if prompt.is_stale:
             began = time.perf_counter()
             prompt.build_index()
             self.index_s += time.perf_counter() - began
             self._count(self._used(key))
-        assert prompt.index is not None
-        return prompt.index.continuation([START] * (MAX_MATCH - len(tail)) + tail, max_tokens)
+        index = prompt.index
+        assert index is not None
+        tail = tokens[max(start, len(tokens) - MAX_MATCH) :]
+        wanted = _PACK(*reversed(tail), *_STARTS[len(tail) :])
+        if trail is None:
+            trail = Trail()
+        place = trail.place + len(tokens) - trail.num_tokens
+        if trail.index is not index or not index.has_context(place, wanted):
+            found = index.find(wanted, max_tokens)
+            if found is None:
+                return []
+            place = found
+        trail.index, trail.place, trail.num_tokens = index, place, len(tokens)
+        return index.following(place, max_tokens)
 
     def end_step(self) -> None:
         """Drop indices and references to sequences; the answers stay."""

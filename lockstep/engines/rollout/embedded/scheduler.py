@@ -203,17 +203,22 @@ class Scheduler:
         """
         if drafts:
             rows = [(s, 1 + len(drafts.get(s.index, ()))) for s in self.decodable()]
-            if sum(self._num_needed(s, count) for s, count in rows) <= self.blocks.num_free:
-                return self._window(rows, drafts)
+            if self._fits(rows):
+                return self._window(rows, drafts, fits=True)
         rows = self._decodable(num_steps)
-        if sum(self._num_needed(s, count) for s, count in rows) > self.blocks.num_free and self.drain():
+        fits = self._fits(rows)
+        if not fits and self.drain():
             rows = self._decodable(num_steps)  # draining may finish sequences
-        return self._window(rows, {})
+        return self._window(rows, {}, fits)
 
-    def _window(self, rows: list[tuple[Sequence, int]], drafts: Mapping[int, list[int]]) -> DecodeWindow:
+    def _fits(self, rows: list[tuple[Sequence, int]]) -> bool:
+        """Whether the next tokens of all of them fit without freeing any block."""
+        return sum(self._num_needed(s, count) for s, count in rows) <= self.blocks.num_free
+
+    def _window(self, rows: list[tuple[Sequence, int]], drafts: Mapping[int, list[int]], fits: bool) -> DecodeWindow:
         window = DecodeWindow(drafts=drafts)
         for sequence, count in rows:
-            if not sequence.blocks or not self._make_room(sequence, count):
+            if not fits and (not sequence.blocks or not self._make_room(sequence, count)):
                 break  # preempted, like all that follow
             start = sequence.num_computed
             window.copies += self.blocks.allocate(sequence.blocks, start, start + count)

@@ -72,12 +72,12 @@ class Sequence:
     @property
     def num_left(self) -> int:
         """Tokens still to sample, if no stop token comes first."""
-        return self.request.sampling.max_tokens - self.num_generated - self.num_unread
+        return self.request.sampling.max_tokens - len(self.log_probs) - self.num_unread
 
     @property
     def is_decoding(self) -> bool:
         """Only the last sampled token is left to compute."""
-        sampled = self.num_generated + self.num_unread
+        sampled = len(self.log_probs) + self.num_unread
         return sampled > 0 and len(self.tokens) + self.num_unread - self.num_computed <= 1
 
     def append(self, tokens: list[int], log_probs: list[float]) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engines.rollout.embedded.cpu.decoder import CpuDecoder
+from lockstep.engines.rollout.embedded.draft_step import KeptTokens
 from lockstep.engines.rollout.embedded.drafter import Drafter
 from lockstep.engines.rollout.embedded.memory_limits import MemoryLimits
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
@@ -53,8 +54,8 @@ class Decoder(Protocol):
     def run(self, window: DecodeWindow) -> SampledTokens:
         """The steps of the window, or fewer. May reorder `window.rows`."""
 
-    def run_drafts(self, window: DecodeWindow) -> tuple[SampledTokens, list[int]]:
-        """The step of a window with drafts, and how many tokens each row keeps. Reorders `window.rows`."""
+    def run_drafts(self, window: DecodeWindow) -> KeptTokens:
+        """The step of a window with drafts. Reorders `window.rows`."""
 
     def reset(self) -> None:
         """Drop all sequences."""
@@ -71,7 +72,7 @@ class Launch:
     """rows: each sequence with the most tokens that it samples. num_steps: 0 for a prefill. started: by the clock of `now`."""
 
     rows: list[tuple[Sequence, int]]
-    sampled: SampledTokens
+    sampled: SampledTokens | KeptTokens
     num_steps: int
     drafts: Mapping[int, list[int]]
     started: float
@@ -192,16 +193,16 @@ class StepLoop:
         window.copies = []
         is_delayed = decoder.prepare(window)
         if window.drafts:
-            sampled, counts = decoder.run_drafts(window)
-            window.keep(counts)
-            num_steps = 1
+            kept = decoder.run_drafts(window)
+            window.keep([len(tokens) for tokens in kept.tokens])
+            launch = Launch(window.rows, kept, 1, window.drafts, started)
         else:
             sampled = decoder.run(window)
-            num_steps = sampled.num_steps
-            window.truncate(num_steps)
+            window.truncate(sampled.num_steps)
+            launch = Launch(window.rows, sampled, sampled.num_steps, window.drafts, started)
         if is_delayed:
             self._last_delay = now()
-        self._in_flight.append(Launch(window.rows, sampled, num_steps, window.drafts, started))
+        self._in_flight.append(launch)
 
     def _run_prefill(self, prefill: PrefillStep, decoder: Decoder) -> None:
         runner = self.runner

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engines.rollout.embedded.cpu.decode_attention import CpuDecodeAttention
-from lockstep.engines.rollout.embedded.draft_step import draft_rows, kept_tokens, sampled_positions
+from lockstep.engines.rollout.embedded.draft_step import KeptTokens, draft_rows, kept_tokens, sampled_positions
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.prefill import PrefillInputs
 from lockstep.engines.rollout.embedded.sampler import SampledTokens, SamplingBatch, sample, uniform
@@ -88,7 +88,7 @@ class CpuDecoder:
         tokens_SN[torch.from_numpy(steps_S1[:step] >= ends_N)] = -1
         return SampledTokens(tokens_SN, log_probs_SN, list(range(len(sequences))))
 
-    def run_drafts(self, window: DecodeWindow) -> tuple[SampledTokens, list[int]]:
+    def run_drafts(self, window: DecodeWindow) -> KeptTokens:
         runner = self.runner
         assert runner.cache is not None
         counts = {sequence.index: count for sequence, count in window.rows}

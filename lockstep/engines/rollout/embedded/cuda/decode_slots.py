@@ -15,6 +15,9 @@ from lockstep.engines.rollout.embedded.sequence import Sequence
 from lockstep.kernels import sampling
 from lockstep.utils.device import to_device
 
+SEED, TOP_K, ROPE_DELTA, NUM_CONSTANTS = range(4)
+"""Columns of `host_constants`, and their number."""
+
 
 class DecodeSlots:
     """
@@ -23,6 +26,7 @@ class DecodeSlots:
     state_slots:              (slots + 1,) state slots; unused if the model has no states.
     rope_deltas:              (slots + 1,) what rotary positions have more than `positions`; None if there are no images.
     host_tables:              (slots + 1, width) `tables` on the host, once `set_tables` was called.
+    host_constants:           (slots + 1, NUM_CONSTANTS) of each slot's sequence, on the host; host_options like `slot_options`.
     slot_ids:                 (R,) slot of each row of a step.
     tokens, positions:        (1, R) model inputs; cache_slots (R,) where their keys and values go.
     sampled, log_probs:       (steps, slots + 1) outputs; `step` is the current one.
@@ -56,6 +60,8 @@ class DecodeSlots:
         self.sampled = zeros(num_steps, num_slots + 1, dtype=torch.int32)
         self.log_probs = zeros(num_steps, num_slots + 1, dtype=torch.float32)
         self.host_tables = np.zeros((num_slots + 1, table_width), dtype=np.int32)
+        self.host_constants = np.zeros((num_slots + 1, NUM_CONSTANTS), dtype=np.int64)
+        self.host_options = np.zeros((num_slots + 1, sampling.NUM_OPTIONS), dtype=np.float32)
         # blocks in each row of it; 0 for a sequence that is new in its slot
         self._table_lengths = [0] * (num_slots + 1)
         self._assigned: dict[tuple[int, int], tuple[int, Sequence]] = {}
@@ -77,6 +83,9 @@ class DecodeSlots:
             self._assigned[_key(sequence)] = slot, sequence
             self._table_lengths[slot] = 0
             self._outdated.add(slot)
+            params = sequence.request.sampling
+            self.host_constants[slot] = as_int64(sequence.request.seed), max(0, params.top_k), sequence.rope_delta
+            self.host_options[slot] = params.temperature, params.top_p, params.min_p
         return [self._assigned[_key(s)][0] for s in sequences]
 
     def outdate(self, slots: Rows[int]) -> None:
@@ -90,10 +99,9 @@ class DecodeSlots:
             return
         self._outdated.difference_update(slots)
         at = self._upload([slot for _, slot in new])
-        params = [s.request.sampling for s, _ in new]
-        options = [(p.temperature, p.top_p, p.min_p) for p in params]
+        options = torch.from_numpy(self.host_options[[slot for _, slot in new]])
         self.slot_state.index_copy_(0, at, self._upload([self._state(s) for s, _ in new]))
-        self.slot_options.index_copy_(0, at, self._upload(options, torch.float32))
+        self.slot_options.index_copy_(0, at, to_device(options, self.device))
         state_slots = [s.state_slot for s, _ in new if s.state_slot is not None]
         if state_slots:
             self.state_slots.index_copy_(0, at, self._upload(state_slots))

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots
 from lockstep.engines.rollout.embedded.cuda.draft_graphs import DraftGraphs
 from lockstep.engines.rollout.embedded.cuda.graphs import DecodeGraphs, padded_batch_size
-from lockstep.engines.rollout.embedded.draft_step import draft_rows, kept_tokens
+from lockstep.engines.rollout.embedded.draft_step import KeptTokens, draft_rows, kept_tokens
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.sampler import SampledTokens
 from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, Scheduler
@@ -94,15 +94,15 @@ class CudaDecoder:
         self.graphs.run(len(sequences), filtered, window.num_steps)
         return self._copy_outputs(slots, window.num_steps)
 
-    def run_drafts(self, window: DecodeWindow) -> tuple[SampledTokens, list[int]]:
+    def run_drafts(self, window: DecodeWindow) -> KeptTokens:
         assert self.draft_graphs is not None, "drafts were not expected"
         sequences = [sequence for sequence, _ in window.rows]
         slots = self.slots.assign(sequences)
         self.slots.set_tables(sequences, slots)
         rows = draft_rows(window)
-        sampled = kept_tokens(rows, *self.draft_graphs.sample_rows(rows, slots))
+        kept = kept_tokens(rows, *self.draft_graphs.sample_rows(rows, slots))
         self.slots.outdate(slots)
-        return sampled
+        return kept
 
     def _copy_outputs(self, slots: list[int], num_steps: int) -> SampledTokens:
         """Copy the outputs to pinned memory, in stream order after the launched steps."""

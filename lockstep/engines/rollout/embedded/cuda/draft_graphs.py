@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engines.rollout.embedded.cuda.decode_attention import CudaDecodeAttention
-from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots, as_int64
+from lockstep.engines.rollout.embedded.cuda.decode_slots import ROPE_DELTA, SEED, TOP_K, DecodeSlots
 from lockstep.engines.rollout.embedded.cuda.graphs import DecodeGraphs, padded_batch_size
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import PrefillRow
@@ -86,26 +86,25 @@ class DraftGraphs(DecodeGraphs):
         """Upload what the rows compute. counts: tokens of each, `num_tokens` in all."""
         inputs, state, options = (t.numpy() for t in (self._host.inputs, self._host.state, self._host.options))
         block_size = self.runner.block_size
-        first = np.repeat(np.cumsum(counts) - counts, counts)  # of its row, in the step
-        position = np.repeat([row.start for row in rows], counts) + np.arange(num_tokens) - first
+        before = np.cumsum(counts) - counts  # tokens of earlier rows
+        position = np.repeat([row.start for row in rows] - before, counts) + np.arange(num_tokens)
         slot = np.repeat(slots, counts)
+        constants = self.slots.host_constants[slot]
         inputs[TOKEN, :num_tokens] = [token for row in rows for token in row.tokens]
         inputs[POSITION, :num_tokens] = position
-        inputs[ROTARY, :num_tokens] = position + np.repeat([row.sequence.rope_delta for row in rows], counts)
+        inputs[ROTARY, :num_tokens] = position + constants[:, ROPE_DELTA]
         inputs[SLOT_ID, :num_tokens] = slot
         blocks = self.slots.host_tables[slot, position // block_size].astype(np.int64)
         inputs[CACHE_SLOT, :num_tokens] = blocks * block_size + position % block_size
-
-        requests = [row.sequence.request for row in rows]
-        state[:num_tokens] = -1
-        state[:num_tokens, sampling.POSITION] = position
-        state[:num_tokens, sampling.ACTIVE] = 1
-        state[:num_tokens, sampling.SEED] = np.repeat([as_int64(r.seed) for r in requests], counts)
-        state[:num_tokens, sampling.LAST] = position + 1
-        state[:num_tokens, sampling.TOKEN] = 0
-        state[:num_tokens, sampling.TOP_K] = np.repeat([max(0, r.sampling.top_k) for r in requests], counts)
-        of_rows = [(r.sampling.temperature, r.sampling.top_p, r.sampling.min_p) for r in requests]
-        options[:num_tokens] = np.repeat(of_rows, counts, axis=0)
+        state = state[:num_tokens]
+        state[:] = -1
+        state[:, sampling.POSITION] = position
+        state[:, sampling.ACTIVE] = 1
+        state[:, sampling.SEED] = constants[:, SEED]
+        state[:, sampling.LAST] = position + 1
+        state[:, sampling.TOKEN] = 0
+        state[:, sampling.TOP_K] = constants[:, TOP_K]
+        options[:num_tokens] = self.slots.host_options[slot]
         self._upload(num_tokens, padded_batch_size(num_tokens))
 
     def _pad_rows(self, size: int) -> None:
