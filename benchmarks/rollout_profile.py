@@ -1,7 +1,7 @@
 """Where the time of a rollout goes: prefill and decode steps, and their kernels.
 
     python benchmarks/rollout_profile.py --shape hybrid-1.5b [--requests 128 --prompt-tokens 256 --new-tokens 256]
-                                         [--drafts] [--top 20] [--json out.json]
+                                         [--drafts] [--exact] [--top 20] [--json out.json]
 
 The requests, engine and random weights are those of `rollout.py`. Each launch waits for the device, so its seconds are its own;
 `between launches` is the host's work, most of which a usual rollout does while the device computes. The kernels are those of the
@@ -110,8 +110,8 @@ class LaunchProfile:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     case = Case(args.shape, args.requests, span(args.prompt_tokens), span(args.new_tokens))
-    settings = {"history_drafts": HistoryDraftsConfig(enable=True)} if args.drafts else {}
-    engine, model = embedded_engine(args, case, **settings)
+    drafts = HistoryDraftsConfig(enable=args.drafts)
+    engine, model = embedded_engine(args, case, history_drafts=drafts, exact=args.exact)
     if args.drafts:
         zero_logits(model)
     requests = embedded_requests(make_requests(case, model.config.vocab_size, args.seed), greedy=False)
@@ -178,6 +178,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--new-tokens", default="256" if on_gpu else "32", help="per request, N or N-M")
     parser.add_argument("--prefill-tokens", type=int, default=16384, help="tokens per prefill step")
     parser.add_argument("--drafts", action="store_true", help="draft from a history that is right")
+    parser.add_argument("--exact", action="store_true", help="in exact mode")
     parser.add_argument("--top", type=int, default=20, help="kernels that are shown")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the results to this file")

@@ -2,15 +2,35 @@
 dimension from its first entry to its last, `INNER` at a time. cuBLAS chooses kernel and order by the number of rows.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-INNER = 64
-"""Entries of the inner dimension per iteration: the same in all sizes of tiles, as is the order."""
+
+@dataclass(frozen=True)
+class Tile:
+    """Of the result, and how a program computes it. All tiles in use must give the same bits, which `exact.py` tries.
+
+    inner:  entries of the inner dimension per iteration.
+    stages: iterations whose operands are loaded ahead.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
 MANY_ROWS = 512
 """From this many rows on, tiles are large. The steps of decoding have fewer: small tiles occupy more multiprocessors."""
+LARGE = Tile(128, 128, 64, 8, 3)
+SMALL = Tile(64, 64, 64, 4, 3)
+SINGLE = Tile(64, 64, 64, 4, 2)
+"""In single precision."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -48,8 +68,8 @@ def _product(
     tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (T, I) @ weight (O, I).T in `dtype`, summed in float32."""
+def product(x: Tensor, weight: Tensor, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
+    """x (T, I) @ weight (O, I).T in `dtype`, summed in float32. tile: None chooses one by the number of rows."""
     assert x.dtype == weight.dtype, "operands of different types"
     x = x if x.stride(-1) == 1 else x.contiguous()
     weight = weight if weight.stride(-1) == 1 else weight.contiguous()
@@ -59,12 +79,12 @@ def product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if not num_rows:
         return out
     half = x.dtype != torch.float32
-    rows, columns, warps, stages = (128, 128, 8, 3) if half and num_rows >= MANY_ROWS else (64, 64, 4, 3)
-    grid = (triton.cdiv(num_rows, rows) * triton.cdiv(num_columns, columns),)
+    tile = tile or (SINGLE if not half else LARGE if num_rows >= MANY_ROWS else SMALL)
+    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(num_columns, tile.columns),)
     _product[grid](
         *(x, weight, out, num_rows, num_columns, x.stride(0), weight.stride(0)),
-        *(width, rows, columns, INNER, 8, "tf32" if half else "ieee"),
-        num_warps=warps,
-        num_stages=stages if half else 2,
+        *(width, tile.rows, tile.columns, tile.inner, 8, "tf32" if half else "ieee"),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
     return out
