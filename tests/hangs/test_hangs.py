@@ -34,7 +34,7 @@ def test_hang(lab: HangLab, case: Case) -> None:
 
 @pytest.mark.slow
 def test_a_restarted_run_ends_like_an_undisturbed_one(lab: HangLab, tmp_path: Path) -> None:
-    settings = ("trainer.on_hang=restart", "trainer.max_restarts=1", "trainer.watchdog.min_deadline_s=2")
+    settings = ("trainer.on_hang=restart", "trainer.max_restarts=1", "trainer.watchdog.min_deadline_s=6")
     ended = lab.train("local", tmp_path / "hung", Plant("reward", "lock", step=3), settings)
     assert ended.code == 0 and not ended.left, ended.stderr
     assert len(reports(tmp_path / "hung")) == 1
