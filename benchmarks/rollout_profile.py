@@ -153,6 +153,8 @@ def show(console: Console, found: dict[str, Any], args: argparse.Namespace) -> N
         f"{args.shape}, {size}: {found['usual_s']:.3f} s; with launches that wait for the device:", markup=False
     )
     phases = [name for name in ("prefill", "decode", "drafts") if name in found]
+    if args.drafts and "drafts" not in found:
+        console.print("  no step had drafts: plain steps were faster")
     for name in phases:
         phase = found[name]
         steps = f"{phase['steps']} steps of {phase['step_ms']:.2f} ms"

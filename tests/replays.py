@@ -1,6 +1,7 @@
 """Tiny runs of every kind, and the matrix of replays: `python -m tests.replays` trains each and replays 10 of its steps.
 
-Each must be equal bit for bit, but for the metrics of the rollout's log-probs of agents, which may differ by rounding.
+Each must be equal bit for bit, but for the metrics of the rollout's log-probs of agents and with drafts from history, which may
+differ by rounding.
 """
 
 import contextlib
@@ -98,6 +99,12 @@ def command(kind: str, files: Path, run: Path) -> list[str]:
         "lora": rl(
             files, *GRPO, *KL_LOSS, "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=16"
         ),
+        "drafts": rl(
+            files,
+            *(*GRPO, "data.max_response_length=60", f"{rollout}.temperature=0.05"),
+            f"{rollout}.history_drafts.enable=true",
+        ),
+        "exact": rl(files, *GRPO, f"{rollout}.exact=true"),
         "sft": [
             *supervised,
             f"data.train_files={files}/chats.jsonl",
@@ -115,7 +122,7 @@ MAINS: dict[str, Callable[[list[str]], int]] = {
     "rm": main_rm.main,
     "dpo": main_dpo.main,
 }
-KINDS = ("ppo", "grpo", "one_update", "tools", "lora", "sft", "rm", "dpo")
+KINDS = ("ppo", "grpo", "one_update", "tools", "lora", "drafts", "exact", "sft", "rm", "dpo")
 
 
 def train(kind: str, files: Path, run: Path, *settings: str) -> Path:

@@ -55,9 +55,10 @@ def load_token(
 ):  # fmt: skip
     """q, k (DK_PADDED,), v (TILE,), b and a of a token; zeros if it is not `inside`."""
     qkv = qkv_ptr + token * channels
-    q = tl.load(qkv + key_head * DK + d, mask=inside & (d < DK), other=0.0)
-    k = tl.load(qkv + (HK + key_head) * DK + d, mask=inside & (d < DK), other=0.0)
-    v = tl.load(qkv + 2 * HK * DK + head * DV + e, mask=inside & (e < DV), other=0.0)
+    keys = d < tl.where(inside, DK, 0)
+    q = tl.load(qkv + key_head * DK + d, mask=keys, other=0.0)
+    k = tl.load(qkv + (HK + key_head) * DK + d, mask=keys, other=0.0)
+    v = tl.load(qkv + 2 * HK * DK + head * DV + e, mask=e < tl.where(inside, DV, 0), other=0.0)
     b = tl.load(x_ptr + token * x_stride + channels + head, mask=inside, other=0.0)
     a = tl.load(x_ptr + token * x_stride + channels + HV + head, mask=inside, other=0.0)
     return q, k, v, b, a

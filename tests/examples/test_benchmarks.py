@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.demo.model import make_model_folder
+from lockstep.engines.rollout.embedded.draft_controller import DraftController
 from tests.tiny import save_tiny_model, write_rows
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -78,6 +79,10 @@ def test_phases_of_a_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_steps_with_drafts_are_a_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DraftController, "is_open", lambda self, num_rows: True)
+    monkeypatch.setattr(DraftController, "may_pay", lambda self, rows, num_rows: True)
+    monkeypatch.setattr(DraftController, "lengths", lambda self, rows, available: list(available))
+    monkeypatch.setattr(DraftController, "saved_seconds", lambda self, num_rows, num_sampled, seconds: 0.0)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     main = runpy.run_path(str(BENCHMARKS / "rollout_profile.py"))["main"]
     sizes = ["--requests", "2", "--prompt-tokens", "8", "--new-tokens", "40"]

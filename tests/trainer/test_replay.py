@@ -24,7 +24,13 @@ from lockstep.trainer.main_ppo import run_ppo
 from lockstep.trainer.ppo.batch_dump import DumpInfo, write_dump
 from lockstep.trainer.ppo.ray_trainer import PPOTrainer
 from lockstep.trainer.ppo.task_runner import TaskRunner
-from lockstep.trainer.replay.compare import compare_dumps, compare_metrics, row_changes, tensor_changes
+from lockstep.trainer.replay.compare import (
+    compare_dumps,
+    compare_metrics,
+    first_different_steps,
+    row_changes,
+    tensor_changes,
+)
 from lockstep.trainer.replay.main_replay import OnceFilter
 from lockstep.trainer.replay.recording import (
     Digest,
@@ -298,7 +304,7 @@ def test_help_lists_examples(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_registrations")
-@pytest.mark.parametrize("kind", ["tools", "dpo"])
+@pytest.mark.parametrize("kind", ["tools", "drafts", "dpo"])
 def test_every_kind_is_equal(kind: str, files: Path, tmp_path: Path) -> None:
     """`python -m tests.replays` replays ten steps of each."""
     run = train(kind, files, tmp_path / kind, "trainer.total_training_steps=4", "trainer.save_freq=2")
@@ -368,12 +374,15 @@ def test_metrics_are_compared_bit_for_bit_but_for_timings_and_rounding() -> None
         gap: 2e-7,
         "c": 2.0,
     }
-    found = compare_metrics(old, new | {"d": 1.0}, is_agent=True)
+    found = compare_metrics(old, new | {"d": 1.0}, rollout_rounds=True)
     verdicts = [("d", "differs"), ("c", "differs"), (gap, "rounding"), ("a", "equal"), ("b", "equal")]
     assert [(change.name, change.verdict) for change in found] == verdicts
     change = next(change for change in found if change.name == "c")
     assert (change.difference, change.relative) == (-2.0, 0.5)
     assert {c.name: c.verdict for c in compare_metrics(old, new)}[gap] == "differs"
+    for sign, steps in (({"num_turns/mean": 2.0}, []), ({"perf/drafts/share": 0.5}, []), ({}, [3])):
+        logs = [{3: {gap: value, **sign}} for value in (1e-7, 2e-7)]
+        assert list(first_different_steps(*logs)) == steps
     assert {c.verdict for c in compare_metrics({"a": 1.0}, {"a": 1.0 + 1e-9}, rounds=True)} == {"rounding"}
 
 
@@ -414,7 +423,7 @@ def test_the_first_tensor_that_differs_is_named() -> None:
     (row,) = row_changes(old, recording(columns=columns)) or []
     assert (row.row, row.parts_at, row.log_prob) == (0, 1, (-3.0, -3.0))
     columns = old.columns | {"rollout_log_probs": old.columns["rollout_log_probs"] * (1 + 1e-6)}
-    agents = recording(is_agent=True)
+    agents = recording(rollout_rounds=True)
     assert [c.is_rounding for c in tensor_changes(agents, recording(columns=columns))] == [True]
     assert [c.is_rounding for c in tensor_changes(old, recording(columns=columns))] == [False]
     wider = old.columns | {"responses": torch.zeros(2, 3, dtype=torch.int64)}

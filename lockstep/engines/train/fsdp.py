@@ -355,7 +355,8 @@ def _check_determinism(model: TokenModel, device: torch.device) -> None:
     if device.type == "cuda" and has_states(model.transformer.config):
         name = type(model.transformer).__name__
         raise ValueError(
-            f"fsdp_config.full_determinism=true: layers with a state ({name}) have no deterministic gradient on a GPU; set false"
+            f"fsdp_config.full_determinism=true: layers with a state ({name}) have no deterministic gradient on a GPU; set the key "
+            "of this model (in actor_rollout_ref.actor, critic.model or model) to false"
         )
 
 

@@ -13,6 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -311,11 +312,20 @@ class TokenEngine(TrainEngine):
                         model(forward_rows(b, self.device, "rows")) for b in (batch, without_last(batch))
                     )
                 check_causal_outputs(expected, later, batch, model=model.transformer, dtype=dtype)
-                got = [model(forward_rows(batch, self.device, layout, rope=rope)) for layout in layouts]
+                got = {}
+                for layout, with_gradients in product(layouts, self._gradient_modes(model)):
+                    with torch.set_grad_enabled(with_gradients):
+                        outputs = model(forward_rows(batch, self.device, layout, rope=rope))
+                    path = f"training with {layout} rows" + (" and gradients" if with_gradients else "")
+                    got[path] = {name: values.detach() for name, values in outputs.items()}
             self._free_gathered()
-            for layout, outputs in zip(layouts, got):
-                path = f"training with {layout} rows"
+            for path, outputs in got.items():
                 check_outputs(outputs, expected, batch, model=model.transformer, path=path, dtype=dtype)
+
+    def _gradient_modes(self, model: TokenModel) -> tuple[bool, ...]:
+        """With and without gradients, if the kernels may differ."""
+        is_trained = any(parameter.requires_grad for parameter in model.parameters())
+        return (False, True) if is_trained and self.device.type == "cuda" else (False,)
 
     def _watch_routers(self, key: str) -> None:
         """Let the policy read and replace what its routers choose; see `EngineModel.router_key`. ValueError if it cannot."""

@@ -22,9 +22,11 @@ LEFT_OUT = (
 """Beginnings of the metrics that are not compared: timings, memory, throughput, counts since a process began, and findings of
 audits, which may compare with steps before the checkpoint."""
 OF_ROLLOUT_LOG_PROBS = (
-    *("training/rollout_log_probs_gap", "training/rollout_probs_diff_", "rollout_corr/", "weight_sync/canary_gap"),
+    *("training/rollout_log_probs_gap", "training/rollout_probs_diff_", "training/rollout_gap/"),
+    *("rollout_corr/", "weight_sync/canary_gap"),
 )
-"""Beginnings of the metrics of the rollout's log-probs, whose last bits depend on timing in conversations (docs/reliability.md)."""
+"""Beginnings of the metrics of the rollout's log-probs, whose last bits depend on timing in conversations and with drafts from
+history (docs/reliability.md)."""
 MOST_ABSOLUTE, MOST_RELATIVE = 1e-4, 1e-3
 """What counts as rounding, where the bits depend on timing or on the number of processes."""
 
@@ -59,13 +61,13 @@ def compare_metrics(
     old: Mapping[str, Any],
     new: Mapping[str, Any],
     *,
-    is_agent: bool = False,
+    rollout_rounds: bool = False,
     rounds: bool = False,
     left_out: Sequence[str] = (),
 ) -> list[MetricChange]:
     """Every metric that is compared, largest relative difference first.
 
-    is_agent: metrics of the rollout's log-probs may differ by rounding. rounds: all may.
+    rollout_rounds: metrics of the rollout's log-probs may differ by rounding. rounds: all may.
     left_out: beginnings of further metrics that are not compared.
     """
     changes = []
@@ -73,7 +75,7 @@ def compare_metrics(
         if name.startswith((*LEFT_OUT, *left_out)):
             continue
         before, after = old.get(name), new.get(name)
-        allowed = rounds or (is_agent and name.startswith(OF_ROLLOUT_LOG_PROBS))
+        allowed = rounds or (rollout_rounds and name.startswith(OF_ROLLOUT_LOG_PROBS))
         is_there = name in old and name in new
         verdict: Verdict = "differs"
         if is_there and _same(before, after):
@@ -105,8 +107,8 @@ def _close(old: Any, new: Any) -> bool:
 def first_different_steps(old: Mapping[int, Mapping[str, Any]], new: Mapping[int, Mapping[str, Any]]) -> Iterator[int]:
     """The training steps that both logs have and whose metrics differ, first to last."""
     for step in sorted(old.keys() & new.keys()):
-        is_agent = "num_turns/mean" in old[step]
-        changes = compare_metrics(old[step], new[step], is_agent=is_agent)
+        rollout_rounds = not old[step].keys().isdisjoint(("num_turns/mean", "perf/drafts/share"))
+        changes = compare_metrics(old[step], new[step], rollout_rounds=rollout_rounds)
         if step > 0 and any(change.verdict == "differs" for change in changes):
             yield step
 
@@ -120,7 +122,7 @@ class DumpDifference:
     columns: list[str]
 
 
-def compare_dumps(old: Path, new: Path, *, is_agent: bool = False) -> list[DumpDifference]:
+def compare_dumps(old: Path, new: Path, *, rollout_rounds: bool = False) -> list[DumpDifference]:
     """The responses of a step and, if both have them, their tokens. old, new: `{step}.jsonl`."""
     found = []
     before, after = ([json.loads(line) for line in file.read_bytes().splitlines()] for file in (old, new))
@@ -129,7 +131,7 @@ def compare_dumps(old: Path, new: Path, *, is_agent: bool = False) -> list[DumpD
         import pyarrow.parquet as parquet
 
         before, after = (parquet.read_table(token_path(file)).to_pylist() for file in (old, new))
-        rounds = {"rollout_log_probs"} if is_agent else set()
+        rounds = {"rollout_log_probs"} if rollout_rounds else set()
         found.append(_rows_that_differ(token_path(old), before, after, rounds))
     return [difference for difference in found if difference is not None]
 
@@ -173,7 +175,7 @@ def tensor_changes(old: "Recording", new: "Recording") -> Iterator[TensorChange]
             continue
         how = _how(first, second)
         if how is not None:
-            is_rounding = first.name == "rollout_log_probs" and old.is_agent and _rounds(first, second)
+            is_rounding = first.name == "rollout_log_probs" and old.rollout_rounds and _rounds(first, second)
             yield TensorChange(*key, how, is_rounding)
 
 

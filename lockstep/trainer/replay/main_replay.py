@@ -131,12 +131,15 @@ def _replay_and_check(options: argparse.Namespace) -> int:
         left_out = ["training/epoch"] if to_replay.journal is not None else []  # how far the data was drawn ahead
         left_out += ["global_seqlen/"] if local else []  # tokens per rank
         changes = compare_metrics(
-            *(run.metrics[to_replay.step], metrics), is_agent=recording.is_agent, rounds=bool(local), left_out=left_out
+            *(run.metrics[to_replay.step], metrics),
+            rollout_rounds=recording.rollout_rounds,
+            rounds=bool(local),
+            left_out=left_out,
         )
         dumps = []
         recorded = _dump_of(run, to_replay)
         if recorded is not None:
-            dumps = compare_dumps(recorded, folder / ROLLOUTS / recorded.name, is_agent=recording.is_agent)
+            dumps = compare_dumps(recorded, folder / ROLLOUTS / recorded.name, rollout_rounds=recording.rollout_rounds)
     is_equal = all(change.verdict != "differs" for change in changes) and (not dumps or bool(local))
     report.say(f"step {to_replay.step}: {report.metrics_line(changes)}")
     if local:
@@ -165,7 +168,7 @@ def _replay_with_changes(options: argparse.Namespace) -> int:
             changed = replace(changed, checkpoint=saved, begin=as_it_was.step - 1)
         new_metrics = replay(changed, folder / "new", local=local)
         old, new = read_recording(folder / "old"), read_recording(folder / "new")
-    metrics = compare_metrics(old_metrics, new_metrics, is_agent=old.is_agent)
+    metrics = compare_metrics(old_metrics, new_metrics, rollout_rounds=old.rollout_rounds)
     tensors = list(tensor_changes(old, new))
     before, after = (dict(leaves(to_plain(found.config))) for found in (as_it_was, changed))
     for name in [name for name in {**before, **after} if before.get(name) != after.get(name)]:
@@ -201,7 +204,7 @@ def _find_first_difference(options: argparse.Namespace) -> int:
                 _announce(found)
                 replay(found, folder / str(number), local=local)
             recordings = [read_recording(folder / str(number)) for number in (0, 1)]
-        changes = compare_metrics(*(run.metrics[step] for run in runs), is_agent=recordings[0].is_agent)
+        changes = compare_metrics(*(run.metrics[step] for run in runs), rollout_rounds=recordings[0].rollout_rounds)
         report.show_metrics(changes, names, most=None if options.all else report.SHOWN_METRICS)
         tensors = list(tensor_changes(*recordings))
         report.show_tensors(tensors)

@@ -164,7 +164,9 @@ class PPORecorder(StepObserver):
         columns = {name: read(batch.tensors, name) for name in names if name in batch.tensors}
         texts = [str(trainer.tokenizer.decode(row)) for row in token_rows(batch.tensors, "responses")]
         is_agent = "__num_turns__" in batch.non_tensor_batch or forks.OWNER in batch.tensors
-        write_recording(self.folder, Recording(self.step, columns, texts, models, findings, is_agent))
+        rollout = trainer.config.actor_rollout_ref.rollout
+        rollout_rounds = is_agent or (rollout.history_drafts.enable and not rollout.exact)
+        write_recording(self.folder, Recording(self.step, columns, texts, models, findings, rollout_rounds))
 
     def _groups(self, trainer: PPOTrainer) -> dict[str, Any]:
         """The groups that the step updates."""

@@ -68,7 +68,8 @@ class Recording:
     texts:    of the responses; empty in supervised training.
     models:   "critic", "actor" or "model" -> the record of each rank.
     findings: audit -> message.
-    is_agent: whether the batch has conversations, whose rollout log-probs depend on timing in their last bits.
+    rollout_rounds: whether the rollout's log-probs depend on timing in their last bits: those of conversations, and of drafts from
+              history.
     """
 
     step: int
@@ -76,7 +77,7 @@ class Recording:
     texts: list[str] = field(default_factory=list)
     models: dict[str, list[ModelRecord]] = field(default_factory=dict)
     findings: dict[str, str] = field(default_factory=dict)
-    is_agent: bool = False
+    rollout_rounds: bool = False
 
 
 @dataclass(frozen=True)

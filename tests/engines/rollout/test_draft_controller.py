@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lockstep.config.actor_rollout_ref import HistoryDraftsConfig
 from lockstep.engines.rollout.embedded.draft_controller import (
     PROBE_INTERVAL,
     USELESS_TOKENS,
@@ -10,6 +11,7 @@ from lockstep.engines.rollout.embedded.draft_controller import (
     DraftController,
     LinearCost,
 )
+from lockstep.engines.rollout.embedded.drafter import Drafter
 
 
 def controller(plain: float = 1.0, fixed: float = 1.0, per_token: float = 0.01, num_rows: int = 1) -> DraftController:
@@ -71,6 +73,33 @@ def test_nothing_is_drafted_if_it_does_not_pay() -> None:
     assert not controller().may_pay(rows(0.9) * 8, 8)  # such plain steps were not measured lately
     assert controller(num_rows=8).may_pay(rows(0.9) * 8, 8)
     assert not controller(num_rows=256).may_pay(rows(0.9) * 256, 256)  # the step is full
+
+
+def test_after_drafts_that_paid_the_next_search_is_not_estimated() -> None:
+    made = controller()
+    made.note_search(1, 1, pays=True)
+    assert made.may_pay(rows(0.01), 1)
+    made.measure_plain(1, 1.0)
+    assert not made.may_pay(rows(0.01), 1)
+    made.note_search(1, 1, pays=True)
+    made.begin()
+    assert not made.may_pay(rows(0.01), 1)
+    made.note_search(1, 1, pays=True, is_probe=True)  # of some rows, though it was not expected to pay
+    assert not made.may_pay(rows(0.01), 1) and made.may_pay(rows(0.9), 1)
+
+
+def test_steps_of_another_size_and_full_ones_are_closed() -> None:
+    made = controller(num_rows=8)
+    assert [size for size in range(1, 20) if made.is_open(size)] == list(range(4, 13))
+    assert not controller(num_rows=256).is_open(256)
+
+
+def test_steps_on_cuda_may_have_more_tokens() -> None:
+    for max_num_seqs, expected in ((16, 1024), (4096, 4096)):
+        drafter = Drafter(HistoryDraftsConfig(enable=True), max_num_seqs)
+        assert drafter.controller.max_tokens == max(64, max_num_seqs)
+        drafter.use_cuda()
+        assert drafter.controller.max_tokens == expected
 
 
 def test_a_step_never_has_more_tokens_than_allowed() -> None:

@@ -98,7 +98,7 @@ class DraftController:
         self._num_plain = 0  # windows since the last step with drafts or probe
         self._num_skipped = 0
         self._num_to_skip = 0  # windows before drafts are looked for again
-        self._paid = False  # whether the last window had drafts
+        self._paid = False  # whether the last window had drafts that were expected to pay
         self._useless = Acceptance()
 
     def measure_plain(self, num_rows: int, seconds: float) -> None:
@@ -120,18 +120,19 @@ class DraftController:
         self.overall.add(num_drafted, num_accepted, decay=0.998)
         self._useless.add(num_drafted, num_accepted, decay=1.0)
 
-    def note_search(self, num_rows: int, num_with_draft: int, *, pays: bool) -> None:
+    def note_search(self, num_rows: int, num_with_draft: int, *, pays: bool, is_probe: bool = False) -> None:
         """Drafts were looked for. If none pay, the next search waits, longer each time."""
         if num_rows:
             self.coverage = 0.95 * self.coverage + 0.05 * num_with_draft / num_rows
         self._num_plain = self._num_skipped = 0
         self._num_to_skip = 0 if pays else min(16, 2 * self._num_to_skip + 1)
-        self._paid = pays
+        self._paid = pays and not is_probe
 
     def begin(self) -> None:
         """New requests: earlier ones say little about how many of them have drafts."""
         self.coverage = 1.0
         self._num_skipped = self._num_to_skip = 0
+        self._paid = False
 
     def is_useless(self) -> bool:
         """Whether drafts were hardly ever accepted for long; asks again from now on."""
@@ -164,7 +165,7 @@ class DraftController:
         """
         if not self.is_open(num_rows):
             return False
-        if self._paid:  # nothing is in flight, and a search takes hardly longer than what follows
+        if self._paid:  # nothing that decodes is in flight, and a search takes hardly longer than what follows
             return True
         rates_N = self._rates(rows)
         lengths_D = np.unique(np.minimum([1, 2, 4, 8, 16, 32, 64], self.max_draft_tokens))

@@ -58,7 +58,7 @@ class _Tracked:
 
 
 class Drafter:
-    """max_num_seqs: sequences that run at once; a step with drafts has about as many tokens at most."""
+    """max_num_seqs: sequences that run at once; a step with drafts may have as many tokens, or more (`MIN_STEP_TOKENS`)."""
 
     def __init__(self, config: HistoryDraftsConfig, max_num_seqs: int) -> None:
         self.history = AnswerHistory(config.max_memory_mb << 20)
@@ -123,7 +123,7 @@ class Drafter:
             chosen = [min(PROBE_TOKENS, len(draft)) for draft in found]
         else:
             chosen = controller.lengths([t.acceptance for t in tracked], [len(draft) for draft in found])
-        controller.note_search(len(found), sum(map(bool, found)), pays=any(chosen))
+        controller.note_search(len(found), sum(map(bool, found)), pays=any(chosen), is_probe=is_probe)
         return {t.sequence.index: draft[:n] for t, draft, n in zip(tracked, found, chosen) if n}
 
     def note_step(self, rows: Rows[tuple[Sequence, int, int]], seconds: float | None) -> None:

@@ -66,8 +66,7 @@ class SortedContexts:
         start = np.full(MAX_MATCH, START, dtype=np.int32)
         self._stream = np.concatenate([part for answer in answers for part in (start, answer)] or [start])
         lengths = np.array([len(answer) for answer in answers], dtype=np.int64)
-        ends = np.cumsum(lengths + MAX_MATCH)
-        self._ends: list[int] = ends.tolist()  # of each answer in the stream
+        ends = self._ends = np.cumsum(lengths + MAX_MATCH)  # of each answer in the stream
         places = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, lengths)] or [np.empty(0, np.int64)])
         backwards = np.ascontiguousarray(self._stream[::-1]).astype(">i4")
         self._backwards = backwards.tobytes()  # a context is a slice of it
@@ -101,24 +100,22 @@ class SortedContexts:
             matched = wanted[: _TOKEN_BYTES * max(_num_equal(wanted, self._context(place)) for place in neighbours)]
             first = bisect_left(places, matched, first, at, key=self._context)
             last = bisect_left(places, matched + _ABOVE_ALL, at, last, key=self._context)
-        found = places[first:last]
-        latest = max(found)
-        if len(found) == 1 or self._end(latest) - latest >= max_tokens:
-            return latest
-        return max(found, key=lambda place: (min(max_tokens, self._end(place) - place), place))
+        if last - first == 1:
+            return places[first]
+        found = np.frombuffer(places, np.intc)[first:last]
+        ends = self._ends[np.searchsorted(self._ends, found, side="right")]
+        num_left = np.minimum(ends - found, max_tokens)
+        return int(found[num_left == num_left.max()].max())
 
     def following(self, place: int, max_tokens: int) -> list[int]:
         """The tokens from `place` of the stream on."""
-        tokens: list[int] = self._stream[place : min(place + max_tokens, self._end(place))].tolist()
+        end = self._ends[self._ends.searchsorted(place, side="right")]
+        tokens: list[int] = self._stream[place : min(place + max_tokens, end)].tolist()
         return tokens
 
     def has_context(self, place: int, wanted: bytes) -> bool:
         """Whether there is a token at `place`, and before it the tokens `wanted`."""
         return place < len(self._stream) and self._context(place) == wanted and self._stream[place] != START
-
-    def _end(self, place: int) -> int:
-        """Of the answer at `place`."""
-        return self._ends[bisect_left(self._ends, place + 1)]
 
     def _context(self, place: int) -> bytes:
         """Before the token at `place` of the stream, its last token first."""

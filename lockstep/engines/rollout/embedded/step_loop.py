@@ -164,7 +164,7 @@ class StepLoop:
                 if shortage := self._shortage_of(lambda: self._run_prefill(prefill, decoder)):
                     self._retreat_from_prefill(prefill, decoder, shortage)
                 return True
-        started = now()
+        started = 0.0
         num_steps = decoder.num_steps
         drafts: Mapping[int, list[int]] = {}
         if self.drafter is not None and self.drafter.is_due(sequences := self.scheduler.decodable()):
@@ -197,6 +197,7 @@ class StepLoop:
             window.keep([len(tokens) for tokens in kept.tokens])
             launch = Launch(window.rows, kept, 1, window.drafts, started)
         else:
+            started = now()  # what came before is done while the device computes, or was a search that found nothing
             sampled = decoder.run(window)
             window.truncate(sampled.num_steps)
             launch = Launch(window.rows, sampled, sampled.num_steps, window.drafts, started)

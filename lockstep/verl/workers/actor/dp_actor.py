@@ -17,6 +17,7 @@ from lockstep.algorithms.losses import entropy_from_logits
 from lockstep.config import actor_rollout_ref
 from lockstep.protocol import DataProto
 from lockstep.protocol.columns import tensors_of
+from lockstep.utils.determinism import choose_attention, deterministic_kernels, prepare_cublas
 from lockstep.verl._config import set_keys
 from lockstep.verl._names import exports
 from lockstep.verl.utils.fsdp_utils import fsdp2_clip_grad_norm_
@@ -48,6 +49,9 @@ class DataParallelPPOActor(BasePPOActor):
         super().__init__(config if own else ActorConfig(**set_keys(actor_rollout_ref.ActorConfig, config)))
         self.actor_module = actor_module
         self.actor_optimizer = actor_optimizer
+        if actor_optimizer is not None and self.config.fsdp_config.full_determinism:
+            prepare_cublas()
+            choose_attention()
 
     @torch.no_grad()
     def compute_log_prob(self, data: DataProto, calculate_entropy: bool = False) -> dict[str, Any]:
@@ -105,7 +109,8 @@ class DataParallelPPOActor(BasePPOActor):
             if needs_entropy:
                 outputs["entropy"] = output["entropys"]
             loss, metrics = loss_fn(outputs, rows.to(output["log_probs"].device))
-            loss.backward()
+            with deterministic_kernels(self.config.fsdp_config.full_determinism):
+                loss.backward()
             for name, value in metrics.items():
                 total[name] = total.get(name, 0.0) + float(value.detach())
         return total
