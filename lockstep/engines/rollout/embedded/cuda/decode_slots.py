@@ -100,7 +100,7 @@ class DecodeSlots:
         self._outdated.difference_update(slots)
         at = self._upload([slot for _, slot in new])
         options = torch.from_numpy(self.host_options[[slot for _, slot in new]])
-        self.slot_state.index_copy_(0, at, self._upload([self._state(s) for s, _ in new]))
+        self.slot_state.index_copy_(0, at, self._upload([self._state(s, slot) for s, slot in new]))
         self.slot_options.index_copy_(0, at, to_device(options, self.device))
         state_slots = [s.state_slot for s, _ in new if s.state_slot is not None]
         if state_slots:
@@ -140,17 +140,17 @@ class DecodeSlots:
                 del self._assigned[key]
                 self._free.append(slot)
 
-    def _state(self, sequence: Sequence) -> list[int]:
+    def _state(self, sequence: Sequence, slot: int) -> list[int]:
         """A row of `slot_state`."""
-        params = sequence.request.sampling
+        constants = self.host_constants[slot].tolist()
         stop_ids = sorted(sequence.stop_ids)
         return [
             len(sequence.tokens) - 1,
             1,
-            as_int64(sequence.request.seed),
-            sequence.num_prompt + params.max_tokens - 1,
+            constants[SEED],
+            sequence.num_prompt + sequence.request.sampling.max_tokens - 1,
             sequence.tokens[-1],
-            max(0, params.top_k),
+            constants[TOP_K],
             *stop_ids,
             *[-1] * (self.max_stop_ids - len(stop_ids)),
         ]

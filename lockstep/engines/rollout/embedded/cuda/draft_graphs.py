@@ -35,9 +35,9 @@ class RowInputs:
     options: (R, NUM_OPTIONS) like a row of `DecodeSlots.slot_options`.
     """
 
-    def __init__(self, num_rows: int, **options: Any) -> None:
+    def __init__(self, num_rows: int, **where: Any) -> None:
         num_words = num_rows * (NUM_INPUTS + NUM_FIELDS) + -(-num_rows * sampling.NUM_OPTIONS // 2)
-        self.words = torch.zeros(num_words, dtype=torch.int64, **options)
+        self.words = torch.zeros(num_words, dtype=torch.int64, **where)
         sizes = [num_rows * NUM_INPUTS, num_rows * NUM_FIELDS]
         inputs, state, rest = self.words.split([*sizes, num_words - sum(sizes)])
         self.inputs = inputs.view(NUM_INPUTS, num_rows)
