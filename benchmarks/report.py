@@ -218,6 +218,8 @@ COMMANDS = {
         "drafts-ragged": "rollout.py --shape 3b --workload ragged --engines embedded embedded-drafts vllm --right 0.9"
         " --peer-python {vllm}",
         "drafts-learning": f"history_learning.py --model {{model}} --data {{data}} --out {{folder}}/runs {LEARNING}",
+        "drafts-learning-0.7": f"history_learning.py --model {{model}} --data {{data}} --out {{folder}}/runs {LEARNING}"
+        " actor_rollout_ref.rollout.temperature=0.7",
         "grpo-alone": "grpo_step.py --steps 8 --peer none",
         "grpo-exact": "grpo_step.py --steps 8 --peer none actor_rollout_ref.rollout.exact=true",
         "grpo-7b-exact": f"{GRPO_7B} --master-dtype bfloat16 --steps 4 --peer none actor_rollout_ref.rollout.exact=true",

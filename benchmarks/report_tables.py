@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -186,19 +187,21 @@ def engines_table(
 
 
 def learning_table(results: "Results") -> list[str]:
-    """history_learning.py: a row per epoch."""
+    """history_learning.py: a row per temperature and epoch."""
     lines = [
-        "| epoch | generation | with drafts | faster by | accepted | of all tokens | tokens per answer | reward | same text |",
+        "| temperature, epoch | generation | with drafts | faster by | accepted | of all tokens | tokens per answer | reward | same text |",
         "|---|" + "---|" * 8,
     ]
-    for number in (1, 2, 3):
-        if (found := results.side("drafts-learning", str(number))) is None:
-            lines.append(f"| {number} | not measured | | | | | | | |")
+    runs = {"1.0": "drafts-learning", "0.7": "drafts-learning-0.7"}
+    for temperature, number in product(runs, (1, 2, 3)):
+        label = f"{temperature}, {number}"
+        if (found := results.side(runs[temperature], str(number))) is None:
+            lines.append(f"| {label} | not measured | | | | | | | |")
             continue
         times = f"{found['plain_s']:.1f} s | {found['drafts_s']:.1f} s | {found['faster']:.2f}x"
         drafts = f"{found['acceptance']:.2f} | {found['drafted_share']:.2f}"
         answers = f"{found['mean_length']:.0f} | {found['reward']:.3f} | {found['same']:.1%}"
-        lines.append(f"| {number} | {times} | {drafts} | {answers} |")
+        lines.append(f"| {label} | {times} | {drafts} | {answers} |")
     return lines
 
 
