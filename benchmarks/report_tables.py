@@ -189,7 +189,8 @@ def engines_table(
 def learning_table(results: "Results") -> list[str]:
     """history_learning.py: a row per temperature and epoch."""
     lines = [
-        "| temperature, epoch | generation | with drafts | faster by | accepted | of all tokens | tokens per answer | reward | same text |",
+        "| temperature, epoch | generation | with drafts | faster by | accepted | of all tokens | tokens per answer | reward"
+        " | same text |",
         "|---|" + "---|" * 8,
     ]
     runs = {"1.0": "drafts-learning", "0.7": "drafts-learning-0.7"}
