@@ -164,7 +164,7 @@ class StepLoop:
                 if shortage := self._shortage_of(lambda: self._run_prefill(prefill, decoder)):
                     self._retreat_from_prefill(prefill, decoder, shortage)
                 return True
-        started = 0.0
+        started = now()
         num_steps = decoder.num_steps
         drafts: Mapping[int, list[int]] = {}
         if self.drafter is not None and self.drafter.is_due(sequences := self.scheduler.decodable()):
