@@ -252,6 +252,10 @@ class HistoryDraftsConfig:
     """Host memory for a worker's answers and their search index, in MiB; the prompts that were used least recently are dropped
     first. Answers are saved with checkpoints."""
 
+    def step_tokens(self, max_num_seqs: int, on_cuda: bool) -> int:
+        """Most tokens of a step with drafts. On CUDA more tokens hardly take longer, and the host's work for a step counts."""
+        return max(max_num_seqs, 1024 if on_cuda else 64)
+
 
 @dataclass(frozen=True)
 class RolloutConfig:

@@ -31,6 +31,7 @@ class Rollout:
     """One rollout engine: `tensor_parallel` ranks, which share its weights and KV cache.
 
     concurrent:   most sequences that decode together.
+    step_rows:    most rows whose logits a decode step computes: with drafts a sequence has several.
     cache_tokens: size of the KV cache for all of them; the devices may have room for fewer.
     utilization:  share of a device's memory that weights and KV cache may use.
     engine:       what it can do.
@@ -42,6 +43,7 @@ class Rollout:
     tensor_parallel: int
     sequences: int
     concurrent: int
+    step_rows: int
     cache_tokens: int
     prefill_tokens: int
     utilization: float
@@ -55,6 +57,7 @@ NO_ROLLOUT = Rollout(
     tensor_parallel=1,
     sequences=0,
     concurrent=0,
+    step_rows=0,
     cache_tokens=0,
     prefill_tokens=0,
     utilization=0.0,
@@ -235,11 +238,15 @@ def _rollout(config: RolloutConfig, sequences: int, lengths: Lengths, device: De
     block = config.kv_block_size
     cache = (concurrent if device.is_cpu else config.max_num_seqs) * (math.ceil(longest / block) + 1) * block
     prefill = min(config.max_num_batched_tokens, sequences * lengths.prompt)
+    drafts = config.history_drafts
+    per_sequence = 1 + drafts.max_draft_tokens * drafts.enable
+    step_rows = min(concurrent * per_sequence, drafts.step_tokens(config.max_num_seqs, on_cuda=not device.is_cpu))
     engine = ROLLOUT_ENGINES.info(config.name)
     return Rollout(
         tensor_parallel=config.tensor_model_parallel_size,
         sequences=sequences,
         concurrent=concurrent,
+        step_rows=step_rows,
         cache_tokens=cache,
         prefill_tokens=prefill,
         utilization=config.gpu_memory_utilization,

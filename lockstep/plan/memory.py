@@ -167,7 +167,7 @@ def _generation(job: Job, model: Model, others: float) -> dict[str, float]:
     return {
         "KV cache": cache,
         "states": states,
-        "activations": max(rollout.prefill_tokens, rollout.concurrent) * one_layer,
-        "logits": 2 * rollout.concurrent * shape.vocabulary * 4,
+        "activations": max(rollout.prefill_tokens, rollout.step_rows) * one_layer,
+        "logits": 2 * rollout.step_rows * shape.vocabulary * 4,
         "dequantised weight": layers.dequantised(model) if rollout.engine.takes_adapters else 0.0,
     }

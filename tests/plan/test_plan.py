@@ -255,6 +255,18 @@ NO_CHECKPOINTING = "actor_rollout_ref.model.enable_gradient_checkpointing=false"
 LORA = (f"{ACTOR}.use_dynamic_bsz=true", "actor_rollout_ref.model.lora_rank=32")
 
 
+def test_steps_with_drafts_need_memory_for_more_logits(command: Any) -> None:
+    def logits(prompts: int, *more: str) -> float:
+        job = plan(command("0.5b", prompts, 256, 256, "trainer.device=cuda", *more))
+        (generate,) = [phase for phase in phases(job) if phase.name == "generate"]
+        return generate.parts["logits"] / (2 * 4 * 151936)
+
+    enable, few = "actor_rollout_ref.rollout.history_drafts.enable=true", "max_draft_tokens=3"
+    assert logits(2) == 16 and logits(32) == 256
+    assert logits(2, enable, f"actor_rollout_ref.rollout.history_drafts.{few}") == 16 * 4
+    assert logits(32, enable) == 1024
+
+
 @pytest.mark.parametrize(
     ("run", "more", "peak_gb", "generate_s", "update_s"),
     [  # measured on an H200: docs/plan.md

@@ -22,10 +22,6 @@ from lockstep.engines.rollout.embedded.history import AnswerHistory, Trail
 from lockstep.engines.rollout.embedded.sequence import Sequence
 
 logger = logging.getLogger(__name__)
-MIN_STEP_TOKENS = 64
-"""A step may have this many tokens even if fewer sequences may run at once."""
-MIN_STEP_TOKENS_CUDA = 1024
-"""There more tokens hardly take longer, and what the host does for a step counts."""
 
 
 @dataclass
@@ -58,11 +54,12 @@ class _Tracked:
 
 
 class Drafter:
-    """max_num_seqs: sequences that run at once; a step with drafts may have as many tokens, or more (`MIN_STEP_TOKENS`)."""
+    """max_num_seqs: sequences that run at once."""
 
     def __init__(self, config: HistoryDraftsConfig, max_num_seqs: int) -> None:
         self.history = AnswerHistory(config.max_memory_mb << 20)
-        self.controller = DraftController(config.max_draft_tokens, max(MIN_STEP_TOKENS, max_num_seqs))
+        self.controller = DraftController(config.max_draft_tokens, config.step_tokens(max_num_seqs, on_cuda=False))
+        self._cuda_tokens = config.step_tokens(max_num_seqs, on_cuda=True)
         self.totals = DraftTotals()
         self._tracked: dict[int, _Tracked] = {}  # by the sequence's index
 
@@ -92,7 +89,7 @@ class Drafter:
 
     def use_cuda(self) -> None:
         """Steps run on a CUDA device."""
-        self.controller.max_tokens = max(self.controller.max_tokens, MIN_STEP_TOKENS_CUDA)
+        self.controller.max_tokens = self._cuda_tokens
 
     def lower_tokens(self, num_tokens: int, reason: str) -> None:
         """Halve the tokens of a step with drafts that has failed."""
