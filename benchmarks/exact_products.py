@@ -1,4 +1,4 @@
-"""The matrix products of exact mode on a GPU, by size of their tiles, beside those of torch.
+"""The matrix products of exact mode on a GPU, by size of their tiles, compared with those of torch.
 
     python benchmarks/exact_products.py [--shape 0.5b 7b] [--rows 16 128 256 8192] [--top 4] [--json out.json]
 

@@ -1,5 +1,5 @@
 """A matrix product on CUDA whose rows do not depend on each other: one program per tile of the result, which sums over the inner
-dimension from its first entry to its last, `INNER` at a time. cuBLAS chooses kernel and order by the number of rows.
+dimension from its first entry to its last, `inner` of its tile at a time. cuBLAS chooses kernel and order by the number of rows.
 """
 
 from dataclasses import dataclass

@@ -64,12 +64,11 @@ class ModelRecord:
 class Recording:
     """A step.
 
-    columns:  of the batch, padded.
-    texts:    of the responses; empty in supervised training.
-    models:   "critic", "actor" or "model" -> the record of each rank.
-    findings: audit -> message.
-    rollout_rounds: whether the rollout's log-probs depend on timing in their last bits: those of conversations, and of drafts from
-              history.
+    columns:        of the batch, padded.
+    texts:          of the responses; empty in supervised training.
+    models:         "critic", "actor" or "model" -> the record of each rank.
+    findings:       audit -> message.
+    rollout_rounds: whether the rollout's log-probs depend on timing in their last bits: conversations, and drafts from history.
     """
 
     step: int
