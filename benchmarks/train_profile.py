@@ -1,7 +1,7 @@
 """Where the time of an update goes: the kernels of one training step by class, with their FLOP/s.
 
     python benchmarks/train_profile.py [--shape 1.5b|7b] [--tokens 16384 --length 512] [--micro 1] [--checkpointing]
-                                       [--json out.json]
+                                       [--exact] [--json out.json]
 
 The step is that of `train_step.py` (forward, backward, clip, AdamW; random weights). A kernel belongs to the class of the operation
 that launched it: the head's products are the head's, though they are matrix products too. Work is what the layers' sizes say,
@@ -31,9 +31,9 @@ CLASSES: dict[str, re.Pattern[str]] = {
     "log-prob head": re.compile(r"LinearLogProb|log_softmax|_statistics|logsumexp"),
     "gradient sums": re.compile(r"AccumulateGrad"),
     "optimizer": re.compile(r"adam|Optimizer\.step|optimizer_step|_foreach|multi_tensor|lpnorm", re.I),
-    "attention": re.compile(r"flash|fmha|attention", re.I),
+    "attention": re.compile(r"flash|fmha|attention|_attend", re.I),
     "products": re.compile(
-        r"gemm|gemv|cutlass|nvjet|xmma|wgmma|cublas|splitk|^aten::(mm|addmm|addmm_|bmm|linear|matmul)$", re.I
+        r"gemm|gemv|cutlass|nvjet|xmma|wgmma|cublas|splitk|^_product$|^_join$|^aten::(mm|addmm|addmm_|bmm|linear|matmul)$", re.I
     ),
     "copies": re.compile(r"memcpy|memset|^aten::(copy_|to|_to_copy|contiguous|clone)$", re.I),
 }
@@ -130,13 +130,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_task_arguments(parser, shape="1.5b", cpu_tokens=512)
     parser.add_argument("--micro", type=int, default=1, help="micro-batches of the step")
+    parser.add_argument("--exact", action="store_true", help="in exact mode")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if on_gpu else "cpu")
     task = task_of(args, device)
     engine = fsdp_engine(task)
     engine.optimizer_step = record_function("optimizer_step")(engine.optimizer_step)  # type: ignore[method-assign]
     micro = MicroBatching(num_rows=max(1, task.rows // args.micro))
-    events, wall_ms = profiled(engine_step(task, engine, micro), device)
+    options = {"exact": True} if args.exact else {}
+    events, wall_ms = profiled(engine_step(task, engine, micro, **options), device)
     num_recomputed = 0 if engine.checkpointing is None else engine.checkpointing.num_checkpointed
     parts = parts_of(events, wall_ms, on_gpu)
     for part in parts:

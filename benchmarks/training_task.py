@@ -145,13 +145,15 @@ def fsdp_engine(task: Task, *, trained: bool = True) -> FsdpEngine:
     )
 
 
-def engine_step(task: Task, engine: TrainEngine, micro: MicroBatching | None = None) -> Callable[[], float]:
-    """A function that takes one step and returns the loss."""
+def engine_step(
+    task: Task, engine: TrainEngine, micro: MicroBatching | None = None, **options: bool
+) -> Callable[[], float]:
+    """A function that takes one step and returns the loss. options: of the engine's forward."""
     batch = task.batch()
     micro = micro or MicroBatching()
 
     def step() -> float:
-        metrics = engine.forward_backward(batch, task.loss, micro, with_entropy=task.entropy)
+        metrics = engine.forward_backward(batch, task.loss, micro, with_entropy=task.entropy, **options)
         engine.optimizer_step()
         return metrics["loss"]
 

@@ -49,12 +49,19 @@ def same_mode_again() -> tuple[AbstractContextManager[None], exact_mode]:
     return nullcontext(), exact_mode(is_exact())
 
 
-def exact_product(x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """x (T, I) @ weight (O, I).T, without gradients. dtype: of the result, if not of x; on CUDA it is rounded to that alone."""
+def exact_product(
+    x: Tensor, weight: Tensor, dtype: torch.dtype | None = None, *, add_to: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
+    """x (T, I) @ weight (O, I).T, without gradients. dtype: of the result, if not of x; on CUDA it is rounded to that alone.
+
+    add_to: (T, O) of that dtype, to which `scale` times the product is added in place.
+    """
     if x.is_cuda:
         from lockstep.kernels.exact_product import product
 
-        return product(x, weight, dtype or x.dtype)
+        return product(x, weight, dtype or x.dtype, add_to=add_to, scale=scale)
+    if add_to is not None:
+        return add_to.add_(exact_product(x, weight, dtype) * scale)
     num_rows = len(x)
     padded = F.pad(x, (0, 0, 0, -num_rows % TILE)).contiguous()
     out = padded.new_empty(len(padded), len(weight))

@@ -325,7 +325,7 @@ def _add_product(total: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 def _add_rows(total: Tensor, x: Tensor, weight: Tensor, scale: float = 1.0) -> None:
     """total (T, E) += scale * x (T, I) @ weight (E, I).T."""
     if is_exact():
-        total += exact_product(x, weight, total.dtype) * scale
+        exact_product(x, weight, total.dtype, add_to=total, scale=scale)
     elif total.dtype == x.dtype:
         total.addmm_(x, weight.t(), alpha=scale)
     else:

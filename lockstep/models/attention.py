@@ -12,7 +12,7 @@ Legend: T packed tokens, N rows of Q queries and K keys, H query heads, HK key h
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,7 +27,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from lockstep.kernels.exact import is_exact
 from lockstep.kernels.ops import RowIndex, take_rows
-from lockstep.models.exact_attention import exact_attention
+from lockstep.models.exact_attention import exact_attention, with_usual_gradients
 from lockstep.models.key_index import KeyIndex
 from lockstep.models.latent_attention import LatentKeys
 from lockstep.models.layer_options import LayerOptions
@@ -177,7 +177,9 @@ class PackedAttention:
         half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
         fits = query.shape[-1] == value.shape[-1] and query.shape[-1] in FLASH_HEAD_DIMS
         plain = options.softcap is None and options.chunk is None and options.index is None
-        attend = self._flash if half and fits and plain and not is_exact() else self._bucketed
+        attend = self._flash if half and fits and plain else self._bucketed
+        if is_exact():
+            return with_usual_gradients(self._bucketed, attend, q, k, v, options)[None]
         return attend(q, k, v, options)[None]
 
     def mix(self, layer: nn.Module, core: StateCore, x: Tensor) -> Tensor:
@@ -238,11 +240,10 @@ class PackedAttention:
             if indices is not None:
                 of_k, scored = indices[place].split_keys(of_k, q.shape[-1])
                 unpicked = indices[place].hide_others(scored, rows.hidden(options, q.device))
-            usual = partial(self._attend_rows, place, unpicked)
             if is_exact():
-                out = exact_attention(of_q, of_k, of_v, self._positions[place], options, usual)
+                out = exact_attention(of_q, of_k, of_v, self._positions[place], options)
             else:
-                out = usual(of_q, of_k, of_v, options)
+                out = self._attend_rows(place, unpicked, of_q, of_k, of_v, options)
             outputs.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, token_index)
 

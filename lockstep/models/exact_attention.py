@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lockstep.kernels.exact import exact_mode
 from lockstep.models.layer_options import LayerOptions
 
 QUERIES, KEYS = 16, 64
@@ -24,26 +25,17 @@ QUERIES, KEYS = 16, 64
 MAX_SCORES = 1 << 27
 """Most scores that exist at a time on the CPU."""
 
-UsualAttention = Callable[[Tensor, Tensor, Tensor, LayerOptions], Tensor]
+Attention = Callable[[Tensor, Tensor, Tensor, LayerOptions], Tensor]
+"""query, key, value, options -> the attended values."""
 
 
-def exact_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    options: LayerOptions,
-    usual: UsualAttention | None = None,
+def with_usual_gradients(
+    exact: Attention, usual: Attention, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions
 ) -> Tensor:
-    """query (N, H, Q, D), key and value (N, HK, K, D) -> (N, H, Q, DV), in float32 inside.
-
-    positions: (N or 1, Q) index of each query among its keys, of which the first is the first of the sequence.
-    usual:     computes the gradients; needed if there are any.
-    """
-    assert options.index is None, "exact attention has no key index"
-    if usual is None or not torch.is_grad_enabled():
-        return _forward(query, key, value, positions, options)
-    out: Tensor = _WithUsualGradients.apply(query, key, value, options.sinks, positions, options, usual)
+    """What `exact` computes, with the gradients of `usual`."""
+    if not torch.is_grad_enabled():
+        return exact(query, key, value, options)
+    out: Tensor = _WithUsualGradients.apply(query, key, value, options.sinks, options, exact, usual)
     return out
 
 
@@ -76,26 +68,31 @@ class _WithUsualGradients(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        positions: Tensor,
         options: LayerOptions,
-        usual: UsualAttention,
+        exact: Attention,
+        usual: Attention,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, sinks)
         ctx.options = options
         ctx.usual = usual
-        return _forward(query, key, value, positions, options)
+        return exact(query, key, value, options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
+        with torch.enable_grad(), exact_mode(False):
             out = ctx.usual(*inputs[:3], replace(ctx.options, sinks=inputs[3]))
         grads = iter(torch.autograd.grad(out, [t for t in inputs if t is not None], grad))
         return *(None if t is None else next(grads) for t in inputs), None, None, None
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, options: LayerOptions) -> Tensor:
+def exact_attention(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, options: LayerOptions) -> Tensor:
+    """query (N, H, Q, D), key and value (N, HK, K, D) -> (N, H, Q, DV), in float32 inside; without gradients.
+
+    positions: (N or 1, Q) index of each query among its keys, of which the first is the first of the sequence.
+    """
+    assert options.index is None, "exact attention has no key index"
     if query.is_cuda:
         return _on_gpu(query, key, value, positions, options)
     num_rows, num_heads, length, _ = query.shape
@@ -103,7 +100,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, optio
     most = max(QUERIES, MAX_SCORES // (num_rows * num_heads * num_keys))
     if length > most:  # queries do not depend on each other
         parts = zip(query.split(most, 2), positions.split(most, 1))
-        return torch.cat([_forward(part, key, value, places, options) for part, places in parts], 2)
+        return torch.cat([exact_attention(part, key, value, places, options) for part, places in parts], 2)
     wide = torch.promote_types(query.dtype, torch.float32)
     # the queries of the G heads of a key head, in tiles: (N, HK, tiles, QUERIES, D)
     q = _blocks(query.to(wide).reshape(num_rows, num_key_heads, -1, query.shape[-1]), QUERIES)
