@@ -2,9 +2,8 @@
 
     python benchmarks/exact_products.py [--shape 0.5b 7b] [--rows 16 128 256 8192] [--top 4] [--json out.json]
 
-For each product of a decoder layer: microseconds of torch's, and of the fastest tiles whose bits are those of the tile that exact
-mode uses for training (`LARGE` in `kernels/exact_product.py`), with results in float32; "now" is the tile that is used for as many
-rows. Tiles with other bits, and those for which the device has no room, are counted.
+For each product of a decoder layer: microseconds of torch's, of the one that exact mode computes ("now"), and of the fastest
+tiles with the same bits; results are in float32. Tiles with other bits, and those for which the device has no room, are counted.
 """
 
 import argparse
@@ -20,18 +19,20 @@ from shapes import SHAPES, shape_config
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from lockstep.kernels.exact_product import LARGE, MANY_ROWS, Tile, product
+from lockstep.kernels.exact_product import Tile, product
 
 MEMORY = 220 << 10
 """Shared memory of a program that loads ahead."""
+MANY_ROWS = 512
+"""From this many rows on, large tiles are tried."""
 
 
 def tiles_for(num_rows: int) -> list[Tile]:
     """Those worth compiling, which takes most of the time here."""
     if num_rows >= MANY_ROWS:
-        sizes = itertools.product((128,), (128, 256), (64, 128), (8,), (3, 4))
+        sizes = itertools.product((128,), (128, 256), (64,), (8,), (3, 4), (False, True))
     else:
-        sizes = itertools.product((16, 32, 64), (32, 64), (64, 128, 256), (4,), (3, 5))
+        sizes = itertools.product((64, 128), (32, 64, 128), (64, 128), (4,), (4,), (False, True))
     tiles = (Tile(*size) for size in sizes)
     return [tile for tile in tiles if 2 * (tile.rows + tile.columns) * tile.inner * tile.stages <= MEMORY]
 
@@ -68,11 +69,12 @@ def microseconds(compute: Callable[[], Tensor], repeats: int = 20) -> float:
 
 def measure(rows: int, weight: Tensor, top: int) -> dict[str, Any]:
     x = torch.randn(rows, weight.shape[1], device=weight.device).to(weight.dtype)
-    expected = product(x, weight, torch.float32, LARGE)
+    now = partial(product, x, weight, torch.float32)
+    expected = now()
     found: list[tuple[float, Tile]] = []
     num_other = num_large = 0
     for tile in tiles_for(rows):
-        compute = partial(product, x, weight, torch.float32, tile)
+        compute = partial(now, tile=tile)
         try:
             if torch.equal(compute(), expected):
                 found.append((microseconds(compute), tile))
@@ -82,12 +84,18 @@ def measure(rows: int, weight: Tensor, top: int) -> dict[str, Any]:
             num_large += 1
     found.sort(key=lambda entry: entry[0])
     return {
-        "torch_us": microseconds(lambda: x @ weight.t()),
-        "now_us": microseconds(partial(product, x, weight, torch.float32)),
+        "torch_us": microseconds(lambda: torch.mm(x, weight.t(), out_dtype=torch.float32)),
+        "now_us": microseconds(now),
         "best": [{"us": us, **vars(tile)} for us, tile in found[:top]],
         "other_bits": num_other,
         "too_large": num_large,
     }
+
+
+def label(tile: dict[str, Any]) -> str:
+    loads = ", descriptors" if tile["descriptors"] else ""
+    size = f"{tile['rows']}x{tile['columns']}x{tile['inner']}"
+    return f"({size}, {tile['warps']} warps, {tile['stages']} stages{loads})"
 
 
 def main() -> None:
@@ -106,10 +114,7 @@ def main() -> None:
         for rows in args.rows:
             found = measure(rows, weight, args.top)
             results.append({"shape": shape, "product": name, "rows": rows, **found})
-            best = "  ".join(
-                f"{b['us']:.1f} ({b['rows']}x{b['columns']}x{b['inner']}, {b['warps']} warps, {b['stages']} stages)"
-                for b in found["best"]
-            )
+            best = "  ".join(f"{b['us']:.1f} {label(b)}" for b in found["best"])
             print(
                 f"{shape} {name:8} {rows:5} rows: torch {found['torch_us']:.1f} us, now {found['now_us']:.1f}; {best}; "
                 f"other bits {found['other_bits']}, too large {found['too_large']}",

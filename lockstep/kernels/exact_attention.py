@@ -1,8 +1,9 @@
 """Attention on CUDA whose result for a query depends on its keys alone (`models/exact_attention.py`).
 
-A program serves `ROWS` rows of one sequence and key head; a row is one query of one of the G heads that share the key head. It
-goes through the keys from the sequence's first to the last that a query of the program sees, `KEYS` at a time. Decoding, prefill
-and training run this kernel with the same sizes: a new token of decoding fills few rows of its tile.
+A program serves some rows of one sequence and key head; a row is one query of one of the G heads that share the key head. It
+goes through the keys from the sequence's first to the last that a query of the program sees, `KEYS` at a time. The new tokens of
+decoding, prefill and training run this kernel, with fewer rows per program for the first. Both sums of a block, over weights and
+over weighted values, are matrix products: those add in one order, whatever the number of rows and warps.
 
 Keys and values are in blocks, as in the cache of a layer, (num_blocks * HK, block_size, D); rows of gathered keys (N, HK, K, D)
 are N blocks of K tokens. Legend: H query heads, HK key heads, G = H / HK.
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from lockstep.kernels.paged_decode import _base2_logits
 
-ROWS, KEYS = 64, 64
+KEYS = 64
+FEW_ROWS, ROWS = 16, 64
+"""Rows of a program: few if one holds all rows of a sequence."""
 LOG2E = tl.constexpr(1.4426950408889634)
 FAR = 1 << 30
 """A window or chunk that hides nothing."""
@@ -49,7 +52,8 @@ def _attend(
     table = tables_ptr + tl.load(table_rows_ptr + sequence).to(tl.int64) * table_width
 
     m = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, 16], tl.float32)  # equal columns: the least that a product has
+    ones = tl.full([KEYS, 16], 1.0, dtype)
     acc = tl.zeros([ROWS, DV_PADDED], tl.float32)
     # positions of queries do not fall
     first = tl.load(positions_ptr + sequence * position_row + tl.program_id(2) * ROWS // G).to(tl.int32)
@@ -72,19 +76,19 @@ def _attend(
         scores = tl.where(seen, scores, -float("inf"))
         m_new = tl.maximum(m, tl.max(scores, 1))
         base = tl.where(m_new == -float("inf"), 0.0, m_new)  # no key was seen yet
-        weights = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(m - base)
-        total = total * shrink + tl.sum(weights, 1)
+        weights = tl.exp2(scores - base[:, None]).to(dtype)
+        shrink = tl.exp2(m - base)[:, None]
+        total = tl.dot(weights, ones, total * shrink, input_precision=PRECISION)
         v = tl.load(v_at, mask=(p <= last)[:, None] & (e < DV)[None, :], other=0.0)
-        acc = tl.dot(weights.to(dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        acc = tl.dot(weights, v, acc * shrink, input_precision=PRECISION)
         m = m_new
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + heads, mask=inside, other=0.0).to(tl.float32) * LOG2E
         m_new = tl.maximum(m, sink)
-        shrink = tl.exp2(m - m_new)
-        total = total * shrink + tl.exp2(sink - m_new)
-        acc = acc * shrink[:, None]
-    out = acc / total[:, None]
+        shrink = tl.exp2(m - m_new)[:, None]
+        total = total * shrink + tl.exp2(sink - m_new)[:, None]
+        acc = acc * shrink
+    out = acc / (tl.sum(total, 1) / 16)[:, None]
     out_at = out_ptr + ((sequence * num_queries + query) * (HK * G) + heads)[:, None] * DV + e[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (e < DV)[None, :])
 
@@ -118,14 +122,15 @@ def attend(
     out = torch.empty(num_rows, length, num_heads, value_dim, dtype=query.dtype, device=query.device)
     groups = num_heads // key_heads
     half = query.dtype != torch.float32
+    rows = FEW_ROWS if length * groups <= FEW_ROWS else ROWS
     aligned = all(size * query.element_size() % 16 == 0 for size in (dim, value_dim))
-    _attend[(num_rows, key_heads, triton.cdiv(length * groups, ROWS))](
+    _attend[(num_rows, key_heads, triton.cdiv(length * groups, rows))](
         *(query, keys, values, addresses, out, sinks, tables, table_rows, positions),
         *query.stride()[:3], positions.stride(0) if len(positions) > 1 else 0, tables.stride(0), length, block_size,
         *(scale, FAR if window is None else window, FAR if chunk is None else chunk),
         G=groups, HK=key_heads, D=dim, D_PADDED=max(16, triton.next_power_of_2(dim)),
         DV=value_dim, DV_PADDED=max(16, triton.next_power_of_2(value_dim)),
-        ROWS=ROWS, KEYS=KEYS, SOFTCAP=softcap, PRECISION="tf32" if half else "ieee", ALIGNED=aligned,
-        num_warps=4, num_stages=2 if half else 1,
+        ROWS=rows, KEYS=KEYS, SOFTCAP=softcap, PRECISION="tf32" if half else "ieee", ALIGNED=aligned,
+        num_warps=2 if rows == FEW_ROWS else 4, num_stages=1 if not half else 3 if rows == FEW_ROWS else 2,
     )  # fmt: skip
     return out

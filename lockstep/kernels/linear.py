@@ -280,25 +280,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.d
     """x (..., I) @ weight (O, I).T + bias. dtype: of the result in exact mode, if not of x."""
     if not is_exact():
         return F.linear(x, weight, bias)
-    out: Tensor = _ExactLinear.apply(_rows(x), weight, dtype)
-    out = out.view(*x.shape[:-1], len(weight))
-    return out if bias is None else out + bias
+    out: Tensor = _ExactLinear.apply(_rows(x), weight, bias, dtype)
+    return out.view(*x.shape[:-1], len(weight))
 
 
 class _ExactLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.dtype = _gradient_dtype(weight)
-        return exact_product(x, weight, dtype)
+        ctx.bias_dtype = None if bias is None else _gradient_dtype(bias)
+        return exact_product(x, weight, dtype, bias=bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wants_x, wants_weight, _ = ctx.needs_input_grad
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         grad = grad.to(x.dtype)
-        return grad @ weight if wants_x else None, _weight_gradient(grad, x, ctx.dtype) if wants_weight else None, None
+        return (
+            grad @ weight if wants_x else None,
+            _weight_gradient(grad, x, ctx.dtype) if wants_weight else None,
+            grad.sum(0, dtype=ctx.bias_dtype) if wants_bias else None,
+            None,
+        )
 
 
 def linear_float32(x: Tensor, weight: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from tests.kernels.kernel_device import kernel_device
 DEVICE = kernel_device()
 
 from lockstep.kernels.exact_attention import attend  # noqa: E402
-from lockstep.kernels.exact_product import MANY_ROWS, product  # noqa: E402
+from lockstep.kernels.exact_product import Tile, by_all_tiles, product  # noqa: E402
 from lockstep.models.attention import eager_attention  # noqa: E402
 from lockstep.models.layer_options import LayerOptions  # noqa: E402
 
@@ -17,11 +17,11 @@ DTYPES = [torch.float32, torch.bfloat16] if DEVICE.type == "cuda" else [torch.fl
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width, columns", [(64, 96), (200, 33), (896, 1152)])
+@pytest.mark.parametrize("width, columns", [(64, 96), (201, 33), (896, 1152)])
 def test_product(width: int, columns: int, dtype: torch.dtype) -> None:
-    """Row by row the same, by small tiles and, on CUDA, by large ones."""
+    """Row by row the same; on CUDA by tiles of all sizes."""
     torch.manual_seed(0)
-    x = torch.randn(MANY_ROWS + 90 if DEVICE.type == "cuda" else 150, width, device=DEVICE).to(dtype)
+    x = torch.randn(600 if DEVICE.type == "cuda" else 150, width, device=DEVICE).to(dtype)
     weight = torch.randn(columns, width, device=DEVICE).to(dtype)
     many = product(x, weight, torch.float32)
     expected = x.double() @ weight.double().t()
@@ -31,6 +31,23 @@ def test_product(width: int, columns: int, dtype: torch.dtype) -> None:
     assert torch.equal(product(x[order], weight, torch.float32), many[order])
     for few in (slice(3, 4), slice(10, 27), slice(0, 90)):
         assert torch.equal(product(x[few], weight, torch.float32), many[few])
+    if dtype != torch.float32:
+        assert all(torch.equal(found, many) for found in by_all_tiles(x, weight))
+
+
+@pytest.mark.parametrize("width", [64, 201])
+@pytest.mark.parametrize("tile", [Tile(64, 64, 64, 4, 2), Tile(64, 32, 64, 4, 2, descriptors=True)], ids=str)
+def test_product_with_bias_or_added(tile: Tile, width: int) -> None:
+    """Rows that begin anywhere, and sums in some columns of a wider tensor."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(70, width + 3, device=DEVICE)[:, 3:], torch.randn(50, width, device=DEVICE)
+    bias, total = torch.randn(50, device=DEVICE), torch.randn(70, 90, device=DEVICE)
+    expected = x @ weight.t()
+    found = product(x, weight, torch.float32, bias=bias, tile=tile)
+    torch.testing.assert_close(found, expected + bias, rtol=1e-4, atol=1e-3)
+    columns = total.clone()[:, 20:70]
+    assert product(x, weight, torch.float32, add_to=columns, scale=0.3, tile=tile) is columns
+    torch.testing.assert_close(columns, total[:, 20:70] + 0.3 * expected, rtol=1e-4, atol=1e-3)
 
 
 OPTIONS = {
