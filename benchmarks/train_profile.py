@@ -12,16 +12,17 @@ is that of torch's operations.
 import argparse
 import json
 import re
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from training_task import Task, add_task_arguments, engine_step, fsdp_engine, synchronize, task_of
 
@@ -81,37 +82,53 @@ def work_of(task: Task, num_recomputed: int) -> dict[str, float]:
     }
 
 
-def parts_of(events: Iterable[Any], wall_ms: float, on_gpu: bool) -> list[Part]:
-    """The classes by time, and the time in which nothing ran."""
-    spent: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
-    busy = 0.0
+def kernels_of(trace: Iterable[dict[str, Any]]) -> Iterator[tuple[list[str], float]]:
+    """The kernels of a trace in Chrome's format: names, as `class_of` wants them, and milliseconds."""
+    durations: dict[int, tuple[str, float]] = {}  # by correlation
+    by_thread: dict[Any, list[dict[str, Any]]] = {}
+    for event in trace:
+        kind, correlation = event.get("cat"), event.get("args", {}).get("correlation")
+        if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            durations[correlation] = event["name"], event["dur"] / 1e3
+        elif kind in ("cpu_op", "user_annotation") or (kind in ("cuda_runtime", "cuda_driver") and correlation):
+            by_thread.setdefault(event["tid"], []).append(event)
+    for events in by_thread.values():
+        around: list[dict[str, Any]] = []  # from outside to inside
+        for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+            while around and around[-1]["ts"] + around[-1]["dur"] <= event["ts"]:
+                around.pop()
+            if event["cat"] in ("cpu_op", "user_annotation"):
+                around.append(event)
+            elif (kernel := durations.pop(event["args"]["correlation"], None)) is not None:
+                yield [kernel[0], *(outer["name"] for outer in reversed(around))], kernel[1]
+    for name, ms in durations.values():
+        yield [name], ms
+
+
+def operations_of(events: Iterable[Any]) -> Iterator[tuple[list[str], float]]:
+    """The same of torch's operations on the CPU."""
     for event in events:
-        if on_gpu and event.device_type == DeviceType.CUDA:
-            busy += event.time_range.elapsed_us() / 1e3
-        if event.device_type != DeviceType.CPU:
-            continue
         around = [event.name]
         parent = event.cpu_parent
         while parent is not None:
             around.append(parent.name)
             parent = parent.cpu_parent
-        if on_gpu:
-            found = [(class_of([kernel.name, *around]), kernel.duration / 1e3) for kernel in event.kernels]
-        else:
-            found = [(class_of([event.name, *around]), event.self_cpu_time_total / 1e3)]
-        for name, ms in found:
-            spent[name] += ms
-            counts[name] += 1
+        yield [event.name, *around], event.self_cpu_time_total / 1e3
+
+
+def parts_of(found: Iterable[tuple[list[str], float]], wall_ms: float) -> list[Part]:
+    """The classes by time, and the time in which nothing ran."""
+    spent: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for names, ms in found:
+        spent[class_of(names)] += ms
+        counts[class_of(names)] += 1
     parts = [Part(name, ms, counts[name]) for name, ms in spent.most_common() if ms]
-    attributed = sum(spent.values())
-    if on_gpu and busy > 1.001 * attributed:
-        parts.append(Part("of unknown operations", busy - attributed, 0))
-    return [*parts, Part(GAPS, max(0.0, wall_ms - max(busy, attributed)), 0)]
+    return [*parts, Part(GAPS, max(0.0, wall_ms - sum(spent.values())), 0)]
 
 
-def profiled(step: Callable[[], float], device: torch.device) -> tuple[list[Any], float]:
-    """The events of one step, and its milliseconds without the profiler."""
+def profiled(step: Callable[[], float], device: torch.device) -> tuple[Iterator[tuple[list[str], float]], float]:
+    """What one step computes, and its milliseconds without the profiler."""
     for _ in range(2):
         step()
     synchronize(device)
@@ -123,7 +140,12 @@ def profiled(step: Callable[[], float], device: torch.device) -> tuple[list[Any]
     with profile(activities=activities) as profiler:
         step()
         synchronize(device)
-    return list(profiler.events()), wall_ms
+    if device.type != "cuda":
+        return operations_of(profiler.events()), wall_ms
+    with tempfile.TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        trace = json.loads(Path(folder, "trace.json").read_text())
+    return kernels_of(trace["traceEvents"]), wall_ms
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -139,9 +161,9 @@ def main(argv: list[str] | None = None) -> None:
     engine.optimizer_step = record_function("optimizer_step")(engine.optimizer_step)  # type: ignore[method-assign]
     micro = MicroBatching(num_rows=max(1, task.rows // args.micro))
     options = {"exact": True} if args.exact else {}
-    events, wall_ms = profiled(engine_step(task, engine, micro, **options), device)
+    found, wall_ms = profiled(engine_step(task, engine, micro, **options), device)
     num_recomputed = 0 if engine.checkpointing is None else engine.checkpointing.num_checkpointed
-    parts = parts_of(events, wall_ms, on_gpu)
+    parts = parts_of(found, wall_ms)
     for part in parts:
         part.flops = work_of(task, num_recomputed).get(part.name)
 
@@ -162,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     console.print(table)
     if args.json:
-        found = {part.name: asdict(part) | {"tflops": part.tflops} for part in parts}
+        classes = {part.name: asdict(part) | {"tflops": part.tflops} for part in parts}
         summary = {
             "shape": args.shape,
             "tokens": task.num_tokens,
@@ -170,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
             "ms": wall_ms,
             "tflops": total,
         }
-        args.json.write_text(json.dumps(summary | {"recomputed": num_recomputed, "parts": found}, indent=1) + "\n")
+        args.json.write_text(json.dumps(summary | {"recomputed": num_recomputed, "parts": classes}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -181,6 +182,36 @@ def test_profile_of_an_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (
         script["class_of"](["elementwise_kernel", "aten::add_", "torch::autograd::AccumulateGrad"]) == "gradient sums"
     )
+
+
+def test_kernels_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel belongs to the operations in which its thread launched it, once."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    script = runpy.run_path(str(BENCHMARKS / "train_profile.py"))
+
+    def event(cat: str, name: str, ts: float, dur: float, correlation: int = 0, tid: int = 1) -> dict[str, Any]:
+        args = {"correlation": correlation} if correlation else {}
+        return {"cat": cat, "name": name, "ts": ts, "dur": dur, "tid": tid, "args": args}
+
+    trace = [
+        event("user_annotation", "optimizer_step", 10, 50),
+        event("gpu_user_annotation", "optimizer_step", 900, 50),
+        event("cpu_op", "aten::mm", 0, 5),
+        event("cuda_driver", "cuLaunchKernelEx", 1, 1, correlation=7),
+        event("cpu_op", "aten::add_", 20, 5),
+        event("cuda_runtime", "cudaLaunchKernel", 21, 1, correlation=8),
+        event("cuda_runtime", "cudaLaunchKernel", 21, 1, correlation=9, tid=2),
+        event("kernel", "nvjet", 100, 2000, correlation=7),
+        event("kernel", "elementwise", 2200, 1000, correlation=8),
+        event("kernel", "_forward", 3300, 500, correlation=9),
+        event("gpu_memcpy", "Memcpy HtoD", 4000, 250, correlation=10),
+    ]
+    assert sorted(script["kernels_of"](trace)) == [
+        (["Memcpy HtoD"], 0.25),
+        (["_forward"], 0.5),
+        (["elementwise", "aten::add_", "optimizer_step"], 1.0),
+        (["nvjet", "aten::mm"], 2.0),
+    ]
 
 
 @pytest.mark.slow
