@@ -99,8 +99,8 @@ def test_a_difference_ends_the_run(
     """A product whose last bits depend on the number of rows: the audit names it."""
     usual = exact.exact_product
 
-    def inexact(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        out = usual(x, weight, dtype)
+    def inexact(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype | None = None, **more: Any) -> torch.Tensor:
+        out = usual(x, weight, dtype, **more)
         return out * (1 + 1e-6) if len(x) > 60 and len(x) != exact.NUM_TRIED else out
 
     monkeypatch.setattr("lockstep.kernels.linear.exact_product", inexact)
