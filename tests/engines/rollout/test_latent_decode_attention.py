@@ -81,12 +81,13 @@ class Sequences:
         return cache
 
     @torch.no_grad()
-    def decode(self, cache: PagedCache, rows: list[tuple[int, int]], options: LayerOptions, nowhere: bool) -> Tensor:
+    def decode(self, cache: PagedCache, rows: list[tuple[int, int]], options: LayerOptions, grouped: bool) -> Tensor:
         """rows: sequence and position of the new tokens, beside an idle row -> (T, H, DV)."""
         tables = torch.zeros(len(LENGTHS) + 1, 20, dtype=torch.int32)
         for sequence, blocks in enumerate(self.blocks):
             tables[sequence, : len(blocks)] = torch.tensor(blocks)
         slots = [slot for sequence, p in rows for slot in self.slots(sequence, range(p, p + 1))]
+        groups = [*range(0, len(rows) + 1, 2), len(rows) + 1]
         context = CudaDecodeAttention(
             cache.addresses().to(DEVICE),
             SIZE,
@@ -96,7 +97,7 @@ class Sequences:
             torch.tensor([*slots, -1], device=DEVICE),
             max_splits=2,
             fp8=False,
-            nowhere=torch.full((len(rows) + 1,), -1, device=DEVICE) if nowhere else None,
+            group_starts=torch.tensor(groups, device=DEVICE) if grouped else None,
         )
         tokens = [*(self.starts[sequence] + p for sequence, p in rows), 0]
         out = context.attend_latent(
@@ -131,7 +132,7 @@ def test_steps_equal_expanded_attention(options: LayerOptions, topk: int | None)
     expected = sequences.expected(options)
     for left in (2, 1):
         rows = [(sequence, n - left) for sequence, n in enumerate(LENGTHS)]
-        out = sequences.decode(cache, rows, options, nowhere=False)
+        out = sequences.decode(cache, rows, options, grouped=False)
         torch.testing.assert_close(out, torch.stack([e[-left] for e in expected]), atol=1e-5, rtol=1e-5)
 
 
@@ -142,7 +143,7 @@ def test_tokens_of_one_step_see_each_other(options: LayerOptions, topk: int | No
     cache = sequences.prefilled(num_left=2)
     expected = sequences.expected(options)
     rows = [(sequence, n - left) for sequence, n in enumerate(LENGTHS) for left in (2, 1)]
-    out = sequences.decode(cache, rows, options, nowhere=True)
+    out = sequences.decode(cache, rows, options, grouped=True)
     torch.testing.assert_close(out, torch.cat([e[-2:] for e in expected]), atol=1e-5, rtol=1e-5)
 
 

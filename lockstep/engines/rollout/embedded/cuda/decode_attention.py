@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lockstep.engines.rollout.embedded.state_slots import DecodeStates
+from lockstep.kernels.draft_decode import draft_attention
 from lockstep.kernels.exact import is_exact
 from lockstep.kernels.exact_attention import attend
 from lockstep.kernels.key_scores import key_scores
@@ -19,15 +20,16 @@ from lockstep.models.state_rows import StateCore
 class CudaDecodeAttention:
     """The attention context of a decode step of T rows. Its buffers are updated in place, as CUDA graphs need.
 
-    addresses:   (layers, 2) addresses of the cache's keys and values.
-    tables:      (slots, width) blocks of the sequence in each decode slot.
-    slot_ids:    (T,) decode slot of each row.
-    positions:   (T,) position of each new token in its sequence.
-    cache_slots: (T,) where each new token is cached, block * block_size + offset; -1 for nowhere.
-    max_splits:  most splits per row and key head.
-    states:      the rows of layers with a state; None if there are no such layers.
-    fp8:         the cache is in 8 bits.
-    nowhere:     (T,) -1, if rows see the new tokens of other rows, so that all are written before any are read; else None.
+    addresses:    (layers, 2) addresses of the cache's keys and values.
+    tables:       (slots, width) blocks of the sequence in each decode slot.
+    slot_ids:     (T,) decode slot of each row.
+    positions:    (T,) position of each new token in its sequence.
+    cache_slots:  (T,) where each new token is cached, block * block_size + offset; -1 for nowhere.
+    max_splits:   most splits per row or group of rows, and key head.
+    fp8:          the cache is in 8 bits.
+    states:       the rows of layers with a state; None if there are no such layers.
+    group_starts: (P + 1,) groups of rows as in `draft_attention`, if sequences have several rows; else None. Rows see the new
+                  tokens of other rows then, so all are written before any are read.
     """
 
     addresses: Tensor
@@ -39,21 +41,19 @@ class CudaDecodeAttention:
     max_splits: int
     fp8: bool
     states: DecodeStates | None = None
-    nowhere: Tensor | None = None
+    group_starts: Tensor | None = None
 
     def attend(self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions) -> Tensor:
         if is_exact():
             return self._attend_exactly(layer, query, key, value, options)
-        addresses = self.addresses[layer.layer_idx]  # type: ignore[index]
-        if self.nowhere is not None:
-            self._write(addresses, key, value)
+        if self.group_starts is not None:
+            return self._attend_in_groups(layer, query, key, value, options, self.group_starts)
         return decode_attention(
             query,
             key,
             value,
-            addresses,
-            *(self.tables, self.slot_ids, self.positions),
-            self.cache_slots if self.nowhere is None else self.nowhere,
+            self.addresses[layer.layer_idx],  # type: ignore[index]
+            *(self.tables, self.slot_ids, self.positions, self.cache_slots),
             scale=options.scaling,
             window=options.sliding_window,
             chunk=options.chunk,
@@ -64,10 +64,31 @@ class CudaDecodeAttention:
             fp8=self.fp8,
         )
 
+    def _attend_in_groups(
+        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: LayerOptions, group_starts: Tensor
+    ) -> Tensor:
+        addresses = self.addresses[layer.layer_idx]  # type: ignore[index]
+        self._write(addresses, key, value)
+        return draft_attention(
+            query,
+            addresses,
+            *(self.tables, self.slot_ids, self.positions, group_starts),
+            key_heads=key.shape[1],
+            value_dim=value.shape[-1],
+            scale=options.scaling,
+            window=options.sliding_window,
+            chunk=options.chunk,
+            softcap=options.softcap,
+            sinks=options.sinks,
+            block_size=self.block_size,
+            max_splits=self.max_splits,
+            fp8=self.fp8,
+        )
+
     def attend_latent(self, layer: nn.Module, query: Tensor, keys: LatentKeys, options: LayerOptions) -> Tensor:
         addresses = self.addresses[layer.layer_idx]  # type: ignore[index]
         key, value = keys.join(options.index)
-        writes_before = self.nowhere is not None or options.index is not None
+        writes_before = self.group_starts is not None or options.index is not None
         if writes_before:
             self._write(addresses, key, value)
         mixed = latent_attention(

@@ -2,8 +2,9 @@
 
     tokens, positions, cache slots and sampling state of all rows, one upload ─► model ─► logits ─► sample ─► one copy to the host
 
-The rows of a sequence have one block table and consecutive positions. All keys and values are written before any are read. The host
-waits for every step, so it prepares one with few operations on whole arrays.
+The rows of a sequence have one block table and consecutive positions. All keys and values are written before any are read, once for
+each group of up to `GROUP_ROWS` rows of a sequence. The host waits for every step, so it prepares one with few operations on whole
+arrays.
 """
 
 from collections.abc import Sequence as Rows
@@ -19,6 +20,7 @@ from lockstep.engines.rollout.embedded.cuda.graphs import DecodeGraphs, padded_b
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import PrefillRow
 from lockstep.kernels import sampling
+from lockstep.kernels.draft_decode import GROUP_ROWS
 from lockstep.kernels.linear_log_prob import row_log_probs
 
 TOKEN, POSITION, ROTARY, SLOT_ID, CACHE_SLOT, NUM_INPUTS = range(6)
@@ -29,21 +31,21 @@ NUM_FIELDS = sampling.STOPS + sampling.MIN_STOPS
 class RowInputs:
     """What the rows of a step compute and how they are sampled, in one piece of memory.
 
-    inputs:  (NUM_INPUTS, R) of each row: token, positions in the sequence and for the rotary embedding, decode slot (for its block
-             table) and cache slot.
-    state:   (R, NUM_FIELDS) like a row of `DecodeSlots.slot_state`.
-    options: (R, NUM_OPTIONS) like a row of `DecodeSlots.slot_options`.
+    inputs:       (NUM_INPUTS, R) of each row: token, positions in the sequence and for the rotary embedding, decode slot (for its
+                  block table) and cache slot.
+    state:        (R, NUM_FIELDS) like a row of `DecodeSlots.slot_state`.
+    options:      (R, NUM_OPTIONS) like a row of `DecodeSlots.slot_options`.
+    group_starts: (P + 1,) groups of rows, as in `draft_attention`.
     """
 
-    def __init__(self, num_rows: int, **where: Any) -> None:
-        num_words = num_rows * (NUM_INPUTS + NUM_FIELDS) + -(-num_rows * sampling.NUM_OPTIONS // 2)
-        self.words = torch.zeros(num_words, dtype=torch.int64, **where)
-        sizes = [num_rows * NUM_INPUTS, num_rows * NUM_FIELDS]
-        inputs, state, rest = self.words.split([*sizes, num_words - sum(sizes)])
+    def __init__(self, num_rows: int, num_groups: int, **where: Any) -> None:
+        num_floats = num_rows * sampling.NUM_OPTIONS
+        sizes = [num_rows * NUM_INPUTS, num_rows * NUM_FIELDS, -(-num_floats // 2), num_groups + 1]
+        self.words = torch.zeros(sum(sizes), dtype=torch.int64, **where)
+        inputs, state, options, self.group_starts = self.words.split(sizes)
         self.inputs = inputs.view(NUM_INPUTS, num_rows)
         self.state = state.view(num_rows, NUM_FIELDS)
-        floats = rest.view(torch.float32)[: num_rows * sampling.NUM_OPTIONS]
-        self.options = floats.view(num_rows, sampling.NUM_OPTIONS)
+        self.options = options.view(torch.float32)[:num_floats].view(num_rows, sampling.NUM_OPTIONS)
 
 
 class DraftGraphs(DecodeGraphs):
@@ -58,13 +60,13 @@ class DraftGraphs(DecodeGraphs):
         super().__init__(runner, slots, max_model_len, use_graphs)
         num_rows = padded_batch_size(max_tokens)
         device = slots.device
-        self.rows = RowInputs(num_rows, device=device)
-        self._host = RowInputs(num_rows, pin_memory=device.type == "cuda")
+        num_groups = self._num_groups(num_rows)
+        self.rows = RowInputs(num_rows, num_groups, device=device)
+        self._host = RowInputs(num_rows, num_groups, pin_memory=device.type == "cuda")
         self._outputs = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
         self.tokens, self.log_probs = self._outputs[:1], self._outputs[1:].view(torch.float32)
         self._first_step = torch.zeros(1, dtype=torch.int32, device=device)
         self._row_ids = torch.arange(num_rows, dtype=torch.int32, device=device)
-        self._nowhere = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
 
     def sample_rows(self, rows: Rows[PrefillRow], slots: Rows[int]) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and log-probs (T,) of all positions of the rows. slots: the decode slot of each row, with its table.
@@ -87,7 +89,8 @@ class DraftGraphs(DecodeGraphs):
         inputs, state, options = (t.numpy() for t in (self._host.inputs, self._host.state, self._host.options))
         block_size = self.runner.block_size
         before = np.cumsum(counts) - counts  # tokens of earlier rows
-        position = np.repeat([row.start for row in rows] - before, counts) + np.arange(num_tokens)
+        place = np.arange(num_tokens) - np.repeat(before, counts)
+        position = np.repeat([row.start for row in rows], counts) + place
         slot = np.repeat(slots, counts)
         constants = self.slots.host_constants[slot]
         inputs[TOKEN, :num_tokens] = [token for row in rows for token in row.tokens]
@@ -105,18 +108,28 @@ class DraftGraphs(DecodeGraphs):
         state[:, sampling.TOKEN] = 0
         state[:, sampling.TOP_K] = constants[:, TOP_K]
         options[:num_tokens] = self.slots.host_options[slot]
-        self._upload(num_tokens, padded_batch_size(num_tokens))
+        self._upload(num_tokens, padded_batch_size(num_tokens), np.flatnonzero(place % GROUP_ROWS == 0))
 
     def _pad_rows(self, size: int) -> None:
-        self._upload(0, size)
+        self._upload(0, size, np.arange(0))
 
-    def _upload(self, num_tokens: int, size: int) -> None:
-        """The rows from `num_tokens` on read and write nothing."""
-        padding = slice(num_tokens, size)
-        self._host.inputs[:, padding] = 0
-        self._host.inputs[SLOT_ID, padding] = self.slots.padding_slot
-        self._host.inputs[CACHE_SLOT, padding] = -1
-        self._host.state[padding] = 0
+    def _num_groups(self, num_rows: int) -> int:
+        """Most groups of the rows: of sequences in all slots, whose last groups have a single row, and of padding."""
+        num_sequences = self.slots.padding_slot + 1
+        return min(num_rows, (num_rows + (GROUP_ROWS - 1) * num_sequences) // GROUP_ROWS)
+
+    def _upload(self, num_tokens: int, size: int, group_starts: np.ndarray) -> None:
+        """The rows from `num_tokens` on write nothing. group_starts: the first row of each group of the others."""
+        inputs, state, starts = (t.numpy() for t in (self._host.inputs, self._host.state, self._host.group_starts))
+        inputs[:, num_tokens:size] = 0
+        inputs[SLOT_ID, num_tokens:size] = self.slots.padding_slot
+        inputs[CACHE_SLOT, num_tokens:size] = -1
+        state[num_tokens:size] = 0
+        num_groups = len(group_starts)
+        of_padding = np.arange(num_tokens, size, GROUP_ROWS)
+        starts[:num_groups] = group_starts
+        starts[num_groups:] = size
+        starts[num_groups : num_groups + len(of_padding)] = of_padding
         # the next one follows at once if these are only padding
         self.rows.words.copy_(self._host.words, non_blocking=num_tokens > 0)
 
@@ -132,7 +145,7 @@ class DraftGraphs(DecodeGraphs):
             inputs[CACHE_SLOT],
             self.max_splits,
             runner.has_fp8_cache,
-            nowhere=self._nowhere[:size],
+            group_starts=rows.group_starts[: self._num_groups(size) + 1],
         )
         hidden = runner.forward(inputs[TOKEN : TOKEN + 1], inputs[ROTARY : ROTARY + 1], attention)
         logits = runner.logits(hidden)
