@@ -5,23 +5,26 @@ import pytest
 
 from lockstep.config.actor_rollout_ref import HistoryDraftsConfig
 from lockstep.engines.rollout.embedded.draft_controller import (
+    MAX_CAPTURE_S,
     PROBE_INTERVAL,
     USELESS_TOKENS,
     Acceptance,
     DraftController,
     LinearCost,
+    SizeCost,
+    graph_sizes,
 )
 from lockstep.engines.rollout.embedded.drafter import Drafter
 
 
 def controller(plain: float = 1.0, fixed: float = 1.0, per_token: float = 0.01, num_rows: int = 1) -> DraftController:
     """Plain steps take `plain` seconds for any number of rows, the last had `num_rows`; those with drafts `fixed` and
-    `per_token` of each token."""
-    made = DraftController(max_draft_tokens=16, max_tokens=256)
+    `per_token` of each token. They may have any size."""
+    made = DraftController(max_draft_tokens=16, sizes=range(1, 257))
     for size in (1, 8, 64, 200):
         made.measure_plain(size, plain)
     for num_tokens in (2, 16, 64, 256):
-        made.measure_drafted(num_tokens, fixed + per_token * num_tokens)
+        made.note_step(num_tokens, fixed + per_token * num_tokens)
     made.measure_plain(num_rows, plain)
     return made
 
@@ -78,14 +81,14 @@ def test_nothing_is_drafted_if_it_does_not_pay() -> None:
 def test_after_drafts_that_paid_the_next_search_is_not_estimated() -> None:
     made = controller()
     made.note_search(1, 1, pays=True)
-    assert made.may_pay(rows(0.01), 1)
+    assert made.has_paid
     made.measure_plain(1, 1.0)
-    assert not made.may_pay(rows(0.01), 1)
+    assert not made.has_paid
     made.note_search(1, 1, pays=True)
     made.begin()
-    assert not made.may_pay(rows(0.01), 1)
+    assert not made.has_paid
     made.note_search(1, 1, pays=True, is_probe=True)  # of some rows, though it was not expected to pay
-    assert not made.may_pay(rows(0.01), 1) and made.may_pay(rows(0.9), 1)
+    assert not made.has_paid
 
 
 def test_steps_of_another_size_and_full_ones_are_closed() -> None:
@@ -99,7 +102,7 @@ def test_steps_on_cuda_may_have_more_tokens() -> None:
         drafter = Drafter(HistoryDraftsConfig(enable=True), max_num_seqs)
         assert drafter.controller.max_tokens == max(64, max_num_seqs)
         drafter.use_cuda()
-        assert drafter.controller.max_tokens == expected
+        assert drafter.controller.max_tokens == expected and len(drafter.controller.sizes) < 24
 
 
 def test_a_step_never_has_more_tokens_than_allowed() -> None:
@@ -128,10 +131,95 @@ def test_useless_drafts_are_noticed() -> None:
     made = controller()
     for _ in range(USELESS_TOKENS):
         assert not made.is_useless()
-        made.note(Acceptance(), 4, 0)
+        made.note_accepted(1, num_accepted=0, num_failed=1)
     assert made.is_useless()
     assert not made.is_useless()
     for _ in range(USELESS_TOKENS):
-        made.note(Acceptance(), 4, 4)
+        made.note_accepted(1, num_accepted=4, num_failed=0)
     assert not made.is_useless()
     assert made.prior > 0.9
+
+
+def on_graphs(*measured: tuple[int, float], capture_s: float = 0.0) -> DraftController:
+    """Plain steps of 8 rows take a second. measured: sizes of steps with drafts, and their seconds."""
+    made = DraftController(max_draft_tokens=16, sizes=graph_sizes(256))
+    made.measure_plain(8, 1.0)
+    for _ in range(10):
+        for size, seconds in measured:
+            made.note_step(size, seconds)
+    made.capture_s = capture_s
+    return made
+
+
+def test_graphs_have_two_sizes_per_power_of_two() -> None:
+    assert graph_sizes(256) == (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    assert graph_sizes(200)[-3:] == (128, 192, 200)
+    assert graph_sizes(8) == (8,) and graph_sizes(3) == (3,)
+
+
+def test_each_size_has_its_own_cost() -> None:
+    cost = SizeCost()
+    for _ in range(30):
+        for size, seconds in ((64, 1.0), (128, 3.0), (256, 3.0)):
+            cost.measure(size, seconds)
+    np.testing.assert_allclose(cost.predict(np.array([64, 128, 256])), [1.0, 3.0, 3.0], rtol=0.15)
+    unmeasured = cost.predict(np.array([192]))
+    np.testing.assert_allclose(unmeasured, cost.line.predict(np.array([192])))
+    for _ in range(200):  # what 64 took was long ago
+        cost.measure(256, 3.0)
+    assert cost.predict(np.array([64]))[0] > 2.0
+
+
+def test_a_step_is_filled_up_to_its_size() -> None:
+    """With the likeliest drafts, for these cost nothing."""
+    made = on_graphs((12, 1.0), (16, 1.0), (24, 1.05), (32, 3.0), (64, 6.0))
+    lengths = made.lengths(rows(*[0.9] * 4, *[0.05] * 4), [5] * 8)
+    assert sum(lengths) == 24 - 8
+    assert min(lengths[:4]) >= 3 > max(lengths[4:])
+    assert sum(made.lengths(rows(*[0.9] * 8), [1] * 8)) == 8
+    assert sum(made.lengths(rows(*[0.9] * 8), [1] * 7 + [0])) == 7  # there are no more
+
+
+def test_a_size_is_captured_once_it_would_have_gained_what_the_capture_takes() -> None:
+    made = on_graphs((24, 1.0), capture_s=3.0)
+    sure = rows(*[0.98] * 8)
+    chosen = [sum(made.lengths(sure, [16] * 8)) for _ in range(20)]
+    at_first = chosen.count(24 - 8)
+    assert 1 < at_first < 20 and chosen == [24 - 8] * at_first + [chosen[-1]] * (20 - at_first)
+    assert chosen[-1] > 24 - 8
+
+
+def test_nothing_is_captured_for_a_gain_that_differs_little() -> None:
+    made = on_graphs((64, 1.0), (96, 1.2), (128, 1.4), capture_s=1.0)
+    made._ready = {96}
+    assert {sum(made.lengths(rows(*[0.9] * 8), [16] * 8)) for _ in range(20)} == {96 - 8}
+
+
+def test_the_first_capture_is_waited_for_without_ceasing_to_search() -> None:
+    made = on_graphs(capture_s=20.0)
+    num_searches = 0
+    while not made.has_paid:
+        chosen = made.lengths(rows(*[0.9] * 8), [16] * 8)
+        made.note_search(8, 8, pays=any(chosen))
+        num_searches += 1
+        if not made.has_paid:
+            assert made.waits
+            made.measure_plain(8, 1.0)
+            assert made.is_open(8)
+    assert 2 < num_searches < 6 and not made.waits
+    assert any(on_graphs(capture_s=0.01).lengths(rows(*[0.9] * 8), [16] * 8))
+
+
+def test_the_least_time_of_a_capture_counts() -> None:
+    made = on_graphs()
+    for seconds, expected in ((20.0, MAX_CAPTURE_S), (0.2, 0.2), (0.3, 0.2), (0.1, 0.1)):
+        made.note_capture(seconds)
+        assert made.capture_s == expected
+
+
+def test_lower_sizes_are_captured_again() -> None:
+    made = on_graphs((24, 1.0), (96, 1.0))
+    made.lower_tokens(95)
+    assert made.max_tokens == 64 and not made._ready
+    made.lower_tokens(7)
+    assert made.max_tokens == 0 and not made.is_open(1) and made.lengths(rows(0.9), [3]) == [0]

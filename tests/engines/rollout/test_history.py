@@ -12,6 +12,7 @@ from lockstep.engines.rollout.embedded.history import (
     START,
     AnswerHistory,
     PromptAnswers,
+    SortedContexts,
     Trail,
     prompt_key,
 )
@@ -55,10 +56,25 @@ def test_drafts_follow_the_longest_match(answers: list[list[int]], answer: list[
     assert history.draft(key(0), answer, max_tokens) == naive_draft(answers, answer, max_tokens)
 
 
+def longest_matches(answers: list[list[int]], answer: list[int]) -> list[list[int]]:
+    """What follows each of the contexts that have the longest match with the end of `answer`."""
+    wanted = [START] * MAX_MATCH + answer
+    found: dict[int, list[list[int]]] = {}
+    for seen in answers:
+        padded = [START] * MAX_MATCH + seen
+        for place in range(MAX_MATCH, len(padded)):
+            equal = 0
+            while equal < MAX_MATCH and padded[place - 1 - equal] == wanted[len(wanted) - 1 - equal]:
+                equal += 1
+            found.setdefault(equal, []).append(padded[place:])
+    longest = max(found, default=0)
+    return found[longest] if longest >= MIN_MATCH else []
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.lists(tokens, min_size=1, max_size=4), st.data())
 def test_a_draft_that_was_right_is_continued(answers: list[list[int]], data: st.DataObject) -> None:
-    """Without a search: with a trail the draft has as long a context, and follows it somewhere."""
+    """Without a search: with a trail the draft follows one of the longest matches, too."""
     history = AnswerHistory(1 << 20)
     for seen in answers:
         history.add(key(0), seen)
@@ -67,12 +83,29 @@ def test_a_draft_that_was_right_is_continued(answers: list[list[int]], data: st.
     for _ in range(8):
         draft = history.draft(key(0), sequence, 4, start=len(prompt), trail=trail)
         expected = naive_draft(answers, sequence[len(prompt) :], 4)
-        assert bool(draft) == bool(expected)
-        tail = ([START] * MAX_MATCH + sequence[len(prompt) :])[-MAX_MATCH:]
-        places = [(seen, place) for seen in answers for place in range(len(seen) + 1)]
-        full = [seen[place:] for seen, place in places if ([START] * MAX_MATCH + seen[:place])[-MAX_MATCH:] == tail]
-        assert draft == expected or any(rest[: len(draft)] == draft for rest in full)
+        assert len(draft) == len(expected)
+        rests = longest_matches(answers, sequence[len(prompt) :])
+        assert draft == expected or any(rest[: len(draft)] == draft for rest in rests)
         sequence += draft[: data.draw(st.integers(0, len(draft)))] + data.draw(st.lists(st.integers(0, 3), max_size=1))
+
+
+def test_a_right_draft_is_continued_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = AnswerHistory(1 << 20)
+    history.add(key(0), list(range(100)))
+    searches = []
+    find = SortedContexts.find
+    monkeypatch.setattr(SortedContexts, "find", lambda *args: searches.append(args) or find(*args))
+    trail, sequence = Trail(), list(range(10))
+    for stop in (10, 14, 15, 20):
+        sequence += range(len(sequence), stop)
+        assert history.draft(key(0), sequence, 4, trail=trail) == list(range(stop, stop + 4))
+    assert len(searches) == 1
+    sequence += [20, 99, 22, 23]  # the second was not right
+    assert history.draft(key(0), sequence, 4, trail=trail) == list(range(24, 28))
+    sequence += [7, 7]
+    assert history.draft(key(0), sequence, 4, trail=trail) == []
+    assert history.draft(key(0), [*sequence, 97, 98], 4, trail=trail) == [99]
+    assert len(searches) == 4
 
 
 def test_the_trail_of_an_older_index_is_not_followed() -> None:

@@ -12,7 +12,12 @@ from torch import Tensor
 from lockstep.config.actor_rollout_ref import HistoryDraftsConfig
 from lockstep.engines.rollout import Completion, GenerationRequest, SamplingParams
 from lockstep.engines.rollout.embedded.cpu.decoder import CpuDecoder
-from lockstep.engines.rollout.embedded.draft_controller import USELESS_TOKENS, Acceptance, DraftController
+from lockstep.engines.rollout.embedded.draft_controller import (
+    USELESS_TOKENS,
+    Acceptance,
+    DraftController,
+    graph_sizes,
+)
 from lockstep.engines.rollout.embedded.draft_step import num_agreeing
 from lockstep.engines.rollout.embedded.drafter import DraftTotals
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
@@ -53,7 +58,7 @@ def drafting(model: Any, num_blocks: int | None = None, **changes: Any) -> Embed
     config = HistoryDraftsConfig(enable=True, max_draft_tokens=8)
     engine = embedded(model, num_blocks=num_blocks, history_drafts=config, **changes)
     assert engine.drafter is not None
-    engine.drafter.controller = EagerController(8, 1000)
+    engine.drafter.controller = EagerController(8, graph_sizes(1000))
     return engine
 
 
@@ -248,7 +253,7 @@ def test_useless_history_is_dropped(model: Any) -> None:
     engine.generate([request])
     assert len(engine.drafter.history) == 1
     for _ in range(USELESS_TOKENS):
-        engine.drafter.controller.note(Acceptance(), 4, 0)
+        engine.drafter.controller.note_accepted(1, num_accepted=0, num_failed=1)
     engine.generate([request])
     assert len(engine.drafter.history) == 0
 
@@ -262,8 +267,8 @@ class HopefulController(DraftController):
     def may_pay(self, rows: Sequence[Acceptance], num_rows: int) -> bool:
         return True
 
-    def _speedup(self, num_rows: int, gains: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
-        return 2 + gains
+    def _speedup(self, num_rows: int, gains_S: np.ndarray, sizes_S: np.ndarray) -> np.ndarray:
+        return 2 + gains_S
 
 
 def test_drafts_that_run_out_of_memory_become_fewer_and_as_many_sequences_run(
@@ -273,7 +278,7 @@ def test_drafts_that_run_out_of_memory_become_fewer_and_as_many_sequences_run(
     expected = embedded(model).generate(requests)
     engine = drafting(model)
     assert engine.drafter is not None and engine.runner is not None
-    engine.drafter.controller = HopefulController(8, 1000)
+    engine.drafter.controller = HopefulController(8, range(1, 1001))
     engine.generate(requests[::2])
     compute = engine.runner.forward
 

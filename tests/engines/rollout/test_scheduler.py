@@ -441,3 +441,23 @@ def test_no_sequence_waits_for_all_longer_ones_that_arrive_later() -> None:
         order += [s.index for s in scheduler.running if s.index not in order]
         scheduler.add(sequence(i, [i, i], max_tokens=2))
     assert order[:4] == [0, 2, 1, 3]
+
+
+def test_drafts_are_scheduled_if_their_blocks_are_free() -> None:
+    """Of 4 tokens each; two sequences with 3 and 2 tokens."""
+    for num_blocks, fits in ((4, True), (3, False)):
+        scheduler = make(num_blocks=num_blocks)
+        first, second = sequence(0, [1, 2, 3], max_tokens=20), sequence(1, [4, 5], max_tokens=20)
+        scheduler.add(first)
+        scheduler.add(second)
+        read(scheduler, launch_prefill(scheduler), 1)
+        drafts = {0: [6, 7], 1: [8, 9, 6]}  # of 3 + 1 + 2 and 2 + 1 + 3 tokens
+        window = scheduler.schedule_drafts(scheduler.decodable(), drafts)
+        if not fits:
+            assert window is None and first.num_unread == 0
+            continue
+        assert window is not None and window.rows == [(first, 3), (second, 4)] and window.drafts == drafts
+        assert scheduler.blocks.num_free == 0 and first.num_unread == 3
+        window.keep([3, 2])
+        assert window.rows == [(first, 3), (second, 2)]
+        assert (first.num_computed, second.num_computed, second.num_unread) == (6, 4, 2)

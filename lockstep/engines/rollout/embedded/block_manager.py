@@ -62,9 +62,10 @@ class BlockManager:
         Returns the (source, target) blocks to copy before the write.
         """
         copies = []
-        needed = self.blocks_for(stop)
+        needed = -(-stop // self.block_size)
+        ref_counts = self._ref_counts
         for i in range(start // self.block_size, min(len(table), needed)):
-            if self._ref_counts[table[i]] > 1:
+            if ref_counts[table[i]] > 1:
                 source, target = table[i], self._pop_free()
                 self._ref_counts[source] -= 1
                 table[i] = target

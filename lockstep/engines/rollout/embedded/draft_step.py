@@ -13,15 +13,17 @@ import numpy as np
 from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, PrefillRow
 from lockstep.engines.rollout.embedded.sequence import Sequence
 
+_NO_SAMPLERS: list[Sequence] = []  # these rows sample at every token
+
 
 def draft_rows(window: DecodeWindow) -> list[PrefillRow]:
     """The last token and the drafts of each sequence."""
-    return [_row(sequence, list(window.drafts.get(sequence.index, ()))) for sequence, _ in window.rows]
-
-
-def _row(sequence: Sequence, draft: list[int]) -> PrefillRow:
-    known = len(sequence.tokens)
-    return PrefillRow(sequence, known - 1, known + len(draft), draft=draft)
+    drafts = window.drafts
+    rows = []
+    for sequence, count in window.rows:
+        start = len(sequence.tokens) - 1
+        rows.append(PrefillRow(sequence, start, start + count, _NO_SAMPLERS, drafts.get(sequence.index, ())))
+    return rows
 
 
 def sampled_positions(rows: Rows[PrefillRow]) -> tuple[list[Sequence], np.ndarray]:
@@ -47,18 +49,22 @@ def kept_tokens(rows: Rows[PrefillRow], tokens_T: np.ndarray, log_probs_T: np.nd
     kept = KeptTokens([], [])
     first = 0
     for row in rows:
-        stop = first + row.stop - row.start
-        of_row = sampled[first:stop]
+        of_row = sampled[first : first + len(row.draft) + 1]
         num_kept = num_agreeing(of_row, row.draft, row.sequence.stop_ids)
-        kept.tokens.append(of_row[:num_kept])
         kept.log_probs.append(log_probs[first : first + num_kept])
-        first = stop
+        first += len(of_row)
+        del of_row[num_kept:]
+        kept.tokens.append(of_row)
     return kept
 
 
-def num_agreeing(sampled: list[int], draft: list[int], stop_ids: frozenset[int]) -> int:
+def num_agreeing(sampled: list[int], draft: Rows[int], stop_ids: frozenset[int]) -> int:
     """How many of the sampled tokens belong to the sequence: those up to the first that differs from its draft or stops it."""
     if sampled[:-1] == draft and stop_ids.isdisjoint(draft):
         return len(sampled)
-    pairs = enumerate(zip(sampled, draft), start=1)
-    return next(place for place, (token, drafted) in pairs if token != drafted or token in stop_ids)
+    num_kept = 1
+    for token, drafted in zip(sampled, draft):
+        if token != drafted or token in stop_ids:
+            break
+        num_kept += 1
+    return num_kept

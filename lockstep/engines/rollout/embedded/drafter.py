@@ -8,15 +8,17 @@ tokens that plain steps would have sampled.
 """
 
 import logging
-from collections.abc import Sequence as Rows
+from collections.abc import Mapping, Sequence as Rows
 from dataclasses import dataclass, field
 
 from lockstep.config.actor_rollout_ref import HistoryDraftsConfig
 from lockstep.engines.rollout.embedded.draft_controller import (
     PROBE_ROWS,
     PROBE_TOKENS,
+    ROW_DECAY,
     Acceptance,
     DraftController,
+    graph_sizes,
 )
 from lockstep.engines.rollout.embedded.history import AnswerHistory, Trail
 from lockstep.engines.rollout.embedded.sequence import Sequence
@@ -43,12 +45,13 @@ class DraftTotals:
     saved_s: float = 0.0
 
 
-@dataclass
+@dataclass(slots=True)
 class _Tracked:
     """A sequence that is followed."""
 
     sequence: Sequence
     key: bytes
+    num_prompt: int
     acceptance: Acceptance = field(default_factory=Acceptance)
     trail: Trail = field(default_factory=Trail)
 
@@ -58,15 +61,16 @@ class Drafter:
 
     def __init__(self, config: HistoryDraftsConfig, max_num_seqs: int) -> None:
         self.history = AnswerHistory(config.max_memory_mb << 20)
-        self.controller = DraftController(config.max_draft_tokens, config.step_tokens(max_num_seqs, on_cuda=False))
-        self._cuda_tokens = config.step_tokens(max_num_seqs, on_cuda=True)
+        most_on_cpu = config.step_tokens(max_num_seqs, on_cuda=False)
+        self.controller = DraftController(config.max_draft_tokens, range(1, most_on_cpu + 1))
+        self._cuda_sizes = graph_sizes(config.step_tokens(max_num_seqs, on_cuda=True))
         self.totals = DraftTotals()
         self._tracked: dict[int, _Tracked] = {}  # by the sequence's index
 
     def follow(self, sequence: Sequence) -> None:
         """A new sequence."""
         key = sequence.prompt_key
-        self._tracked[sequence.index] = _Tracked(sequence, key)
+        self._tracked[sequence.index] = _Tracked(sequence, key, sequence.num_prompt)
         self.history.follow(key, sequence.index, sequence.tokens, sequence.num_prompt)
 
     def end(self, sequence: Sequence) -> None:
@@ -88,12 +92,12 @@ class Drafter:
             self.history.clear()
 
     def use_cuda(self) -> None:
-        """Steps run on a CUDA device."""
-        self.controller.max_tokens = self._cuda_tokens
+        """Steps are CUDA graphs, of few sizes."""
+        self.controller.use_sizes(self._cuda_sizes)
 
     def lower_tokens(self, num_tokens: int, reason: str) -> None:
         """Halve the tokens of a step with drafts that has failed."""
-        self.controller.max_tokens = num_tokens // 2
+        self.controller.lower_tokens(num_tokens // 2)
         logger.warning(
             "out of memory for a decode step of %d tokens with drafts (%s): such steps have at most %d tokens from now on; lower "
             "actor_rollout_ref.rollout.gpu_memory_utilization",
@@ -102,13 +106,15 @@ class Drafter:
 
     def is_due(self, sequences: Rows[Sequence]) -> bool:
         """Whether drafts of these sequences are worth looking for."""
-        num_rows = len(sequences)
-        is_probe = self.controller.is_probe(num_rows)
-        if not is_probe and not self.controller.is_open(num_rows):
+        controller, num_rows = self.controller, len(sequences)
+        is_probe = controller.is_probe(num_rows)
+        if not is_probe and not controller.is_open(num_rows):
             return False
+        if controller.has_paid:
+            return num_rows > 0
         tracked = (self._tracked.get(s.index) for s in sequences)
         rows = [t.acceptance for t in tracked if t is not None and self.history.has_answers(t.key, t.sequence.index)]
-        return bool(rows) and (is_probe or self.controller.may_pay(rows, num_rows))
+        return bool(rows) and (is_probe or controller.may_pay(rows, num_rows))
 
     def drafts(self, sequences: Rows[Sequence]) -> dict[int, list[int]]:
         """Draft tokens by the sequence's index; of sequences without unread tokens. Empty if none pay."""
@@ -116,33 +122,47 @@ class Drafter:
         is_probe = controller.is_probe(len(sequences))
         tracked = [t for s in sequences if (t := self._tracked.get(s.index)) is not None]
         found = [self._find(t) for t in (tracked[:PROBE_ROWS] if is_probe else tracked)]
+        available = [len(draft) for draft in found]
         if is_probe:
-            chosen = [min(PROBE_TOKENS, len(draft)) for draft in found]
+            chosen = [min(PROBE_TOKENS, length) for length in available]
         else:
-            chosen = controller.lengths([t.acceptance for t in tracked], [len(draft) for draft in found])
-        controller.note_search(len(found), sum(map(bool, found)), pays=any(chosen), is_probe=is_probe)
+            chosen = controller.lengths([t.acceptance for t in tracked], available)
+        num_with_draft = len(available) - available.count(0)
+        controller.note_search(len(found), num_with_draft, pays=any(chosen), is_probe=is_probe)
         return {t.sequence.index: draft[:n] for t, draft, n in zip(tracked, found, chosen) if n}
 
-    def note_step(self, rows: Rows[tuple[Sequence, int, int]], seconds: float | None) -> None:
-        """A step with drafts. rows: each sequence, its drafts, and how many were kept. seconds: None if they say nothing about
-        other steps."""
-        num_drafted = sum(drafted for _, drafted, _ in rows)
-        num_accepted = sum(accepted for _, _, accepted in rows)
-        if seconds is not None:
-            self.controller.measure_drafted(len(rows) + num_drafted, seconds)
-        for sequence, drafted, accepted in rows:
+    def note_step(
+        self, rows: Rows[tuple[Sequence, int]], drafts: Mapping[int, list[int]], seconds: float | None
+    ) -> None:
+        """A step with drafts. rows: each sequence with its number of new tokens, one more than its accepted drafts.
+        seconds: None if they say nothing about other steps."""
+        num_drafted = num_failed = 0
+        for sequence, num_new in rows:
+            draft = drafts.get(sequence.index)
+            if draft is None:
+                continue
+            has_failed = num_new <= len(draft)
+            num_drafted += len(draft)
+            num_failed += has_failed
             tracked = self._tracked.get(sequence.index)
-            if drafted and tracked is not None:
-                self.controller.note(tracked.acceptance, drafted, accepted)
-        totals = self.totals
-        num_sampled = len(rows) + num_accepted
+            if tracked is not None:
+                tracked.acceptance.add(num_new - 1, has_failed, ROW_DECAY)
+        num_rows, num_sampled = len(rows), sum(num_new for _, num_new in rows)
+        num_accepted = num_sampled - num_rows
+        controller, totals = self.controller, self.totals
+        controller.note_step(num_rows + num_drafted, seconds)
+        controller.note_accepted(len(drafts), num_accepted, num_failed)
         totals.num_steps += 1
-        totals.num_rows += len(rows)
+        totals.num_rows += num_rows
         totals.num_sampled += num_sampled
         totals.num_drafted += num_drafted
         totals.num_accepted += num_accepted
         if seconds is not None:
-            totals.saved_s += self.controller.saved_seconds(len(rows), num_sampled, seconds)
+            totals.saved_s += controller.saved_seconds(num_rows, num_sampled, seconds)
+
+    def note_capture(self, seconds: float) -> None:
+        """What `Decoder.prepare` took for a window whose step takes longer than later ones."""
+        self.controller.note_capture(seconds)
 
     def take_index_seconds(self) -> float:
         """Seconds of building indices since the last call. They are a loss, but no part of the cost of a step."""
@@ -172,4 +192,4 @@ class Drafter:
     def _find(self, tracked: _Tracked) -> list[int]:
         sequence = tracked.sequence
         most = min(self.controller.max_draft_tokens, sequence.num_left - 1)  # one more token is sampled
-        return self.history.draft(tracked.key, sequence.tokens, most, sequence.num_prompt, tracked.trail)
+        return self.history.draft(tracked.key, sequence.tokens, most, tracked.num_prompt, tracked.trail)

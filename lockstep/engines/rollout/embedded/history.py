@@ -37,6 +37,7 @@ _TOKEN_BYTES = 4
 _CONTEXT_BYTES = _TOKEN_BYTES * MAX_MATCH
 _PACK = struct.Struct(f">{MAX_MATCH}i").pack
 _STARTS = (START,) * MAX_MATCH
+_TOKEN_MASK = (1 << 8 * _TOKEN_BYTES) - 1
 _ABOVE_ALL = b"\xff" * (_CONTEXT_BYTES + 1)
 """Sorts after the rest of every context."""
 _PROMPT_BYTES = 400
@@ -59,16 +60,18 @@ class SortedContexts:
     """The contexts of all tokens of some answers, in lexicographic order from the last token of each backwards.
 
     num_tokens: of all answers.
+    stream:     the answers one after another, with START before each.
     """
 
     def __init__(self, answers: Sequence[np.ndarray]) -> None:
         self.num_tokens = sum(map(len, answers))
         start = np.full(MAX_MATCH, START, dtype=np.int32)
-        self._stream = np.concatenate([part for answer in answers for part in (start, answer)] or [start])
+        self.stream = np.concatenate([part for answer in answers for part in (start, answer)] or [start])
         lengths = np.array([len(answer) for answer in answers], dtype=np.int64)
-        ends = self._ends = np.cumsum(lengths + MAX_MATCH)  # of each answer in the stream
+        ends = np.cumsum(lengths + MAX_MATCH)
+        self._ends: list[int] = ends.tolist()  # of each answer in the stream
         places = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, lengths)] or [np.empty(0, np.int64)])
-        backwards = np.ascontiguousarray(self._stream[::-1]).astype(">i4")
+        backwards = np.ascontiguousarray(self.stream[::-1]).astype(">i4")
         self._backwards = backwards.tobytes()  # a context is a slice of it
         windows = np.lib.stride_tricks.sliding_window_view(backwards, MAX_MATCH)[len(backwards) - places]
         order = np.argsort(windows.view(f"S{_CONTEXT_BYTES}")[:, 0], kind="stable")
@@ -80,21 +83,22 @@ class SortedContexts:
     def num_bytes(self) -> int:
         arrays = (self._places, self._heads)
         entries = sum(each.itemsize * len(each) for each in arrays)
-        return _INDEX_BYTES + self._stream.nbytes + len(self._backwards) + entries
+        return _INDEX_BYTES + self.stream.nbytes + len(self._backwards) + entries
 
-    def find(self, wanted: bytes, max_tokens: int) -> int | None:
+    def find(self, context: list[int], max_tokens: int) -> int | None:
         """The place in the stream of the tokens that followed the context with the longest match; None for less than MIN_MATCH.
 
         Of several, the latest that `max_tokens` tokens follow, or else the one that most follow.
-        wanted: the last MAX_MATCH tokens, packed.
+        context: the last MAX_MATCH tokens, the last one first.
         """
         places = self._places
-        head = int.from_bytes(wanted[: MIN_MATCH * _TOKEN_BYTES], "big")
+        head = (context[0] & _TOKEN_MASK) << 8 * _TOKEN_BYTES | (context[1] & _TOKEN_MASK)
         first = bisect_left(self._heads, head)
         last = bisect_right(self._heads, head, lo=first)
         if first == last:
             return None
         if last - first > 1:
+            wanted = _PACK(*context)
             at = bisect_left(places, wanted, first, last, key=self._context)
             neighbours = places[max(first, at - 1) : min(at + 1, last)]
             matched = wanted[: _TOKEN_BYTES * max(_num_equal(wanted, self._context(place)) for place in neighbours)]
@@ -103,19 +107,13 @@ class SortedContexts:
         if last - first == 1:
             return places[first]
         found = np.frombuffer(places, np.intc)[first:last]
-        ends = self._ends[np.searchsorted(self._ends, found, side="right")]
-        num_left = np.minimum(ends - found, max_tokens)
+        ends = np.array(self._ends)
+        num_left = np.minimum(ends[np.searchsorted(ends, found, side="right")] - found, max_tokens)
         return int(found[num_left == num_left.max()].max())
 
-    def following(self, place: int, max_tokens: int) -> list[int]:
-        """The tokens from `place` of the stream on."""
-        end = self._ends[self._ends.searchsorted(place, side="right")]
-        tokens: list[int] = self._stream[place : min(place + max_tokens, end)].tolist()
-        return tokens
-
-    def has_context(self, place: int, wanted: bytes) -> bool:
-        """Whether there is a token at `place`, and before it the tokens `wanted`."""
-        return place < len(self._stream) and self._context(place) == wanted and self._stream[place] != START
+    def end_of(self, place: int) -> int:
+        """Where the answer with the token at `place` of the stream ends."""
+        return self._ends[bisect_right(self._ends, place)]
 
     def _context(self, place: int) -> bytes:
         """Before the token at `place` of the stream, its last token first."""
@@ -129,16 +127,42 @@ def _num_equal(a: bytes, b: bytes) -> int:
     return (8 * _CONTEXT_BYTES - difference.bit_length()) // (8 * _TOKEN_BYTES)
 
 
-@dataclass
+@dataclass(slots=True)
 class Trail:
     """Where the last draft of a sequence came from. The next one continues there if its tokens were right.
 
-    place:      in the stream of `index`, of the token after the `num_tokens` that the sequence had.
+    The longest match grows by every token that was right, so it is still one of the longest.
+
+    index:      the place is in its stream.
+    place, end: of the token after the `num_tokens` that the sequence had, and of the end of its answer.
     """
 
     index: SortedContexts | None = None
     place: int = 0
+    end: int = 0
     num_tokens: int = 0
+
+    def follow(self, tokens: list[int], max_tokens: int) -> list[int]:
+        """The next `max_tokens` tokens; none if the new ones of the sequence were not those of the trail, or fewer are left.
+        The trail has ended then."""
+        index, self.index = self.index, None
+        new = tokens[self.num_tokens :]
+        stop = self.place + len(new) + max_tokens
+        if index is None or stop > self.end:
+            return []
+        known: list[int] = index.stream[self.place : stop].tolist()
+        if known[: len(new)] != new:
+            return []
+        self.index = index
+        self.place += len(new)
+        self.num_tokens = len(tokens)
+        return known[len(new) :]
+
+    def start(self, index: SortedContexts, place: int, num_tokens: int, max_tokens: int) -> list[int]:
+        """The tokens from `place` on."""
+        self.index, self.place, self.end, self.num_tokens = index, place, index.end_of(place), num_tokens
+        tokens: list[int] = index.stream[place : min(place + max_tokens, self.end)].tolist()
+        return tokens
 
 
 @dataclass
@@ -149,6 +173,7 @@ class PromptAnswers:
     running: tokens of sequences that still run, by their names, and where in them the answer starts. The lists grow.
     index:   of the tokens known when it was built; None if there is none.
     num_ended_tokens: of `answers`.
+    num_searches: since it was known whether the index is stale.
     counted_bytes: its share of the history's `num_bytes`.
     """
 
@@ -156,6 +181,7 @@ class PromptAnswers:
     num_ended_tokens: int = 0
     running: dict[int, tuple[list[int], int]] = field(default_factory=dict)
     index: SortedContexts | None = None
+    num_searches: int = 0
     counted_bytes: int = 0
 
     @property
@@ -173,6 +199,14 @@ class PromptAnswers:
             num_tokens += len(tokens) - start
         known = self.index.num_tokens
         return num_tokens > known + max(16, known)
+
+    def check_is_due(self) -> bool:
+        """Whether to ask if the index is stale: once per as many searches as sequences run, since it counts the tokens of all."""
+        self.num_searches += 1
+        if self.index is not None and self.num_searches < len(self.running):
+            return False
+        self.num_searches = 0
+        return True
 
     def build_index(self) -> None:
         running = [np.array(tokens[start:], dtype=np.int32) for tokens, start in self.running.values()]
@@ -218,7 +252,7 @@ class AnswerHistory:
         return prompt is not None and (bool(prompt.answers) or not prompt.running.keys() <= {name})
 
     def draft(
-        self, key: bytes, tokens: Sequence[int], max_tokens: int, start: int = 0, trail: Trail | None = None
+        self, key: bytes, tokens: list[int], max_tokens: int, start: int = 0, trail: Trail | None = None
     ) -> list[int]:
         """Up to `max_tokens` tokens that may follow.
 
@@ -227,25 +261,19 @@ class AnswerHistory:
         prompt = self._prompts.get(key)
         if prompt is None or max_tokens < 1:
             return []
-        if prompt.is_stale:
+        if trail is None:
+            trail = Trail()
+        elif trail.index is prompt.index and (draft := trail.follow(tokens, max_tokens)):
+            return draft  # most rows of most steps end here
+        if prompt.check_is_due() and prompt.is_stale:
             began = time.perf_counter()
             prompt.build_index()
             self.index_s += time.perf_counter() - began
             self._count(self._used(key))
-        index = prompt.index
-        assert index is not None
+        assert prompt.index is not None
         tail = tokens[max(start, len(tokens) - MAX_MATCH) :]
-        wanted = _PACK(*reversed(tail), *_STARTS[len(tail) :])
-        if trail is None:
-            trail = Trail()
-        place = trail.place + len(tokens) - trail.num_tokens
-        if trail.index is not index or not index.has_context(place, wanted):
-            found = index.find(wanted, max_tokens)
-            if found is None:
-                return []
-            place = found
-        trail.index, trail.place, trail.num_tokens = index, place, len(tokens)
-        return index.following(place, max_tokens)
+        place = prompt.index.find([*reversed(tail), *_STARTS[len(tail) :]], max_tokens)
+        return [] if place is None else trail.start(prompt.index, place, len(tokens), max_tokens)
 
     def end_step(self) -> None:
         """Drop indices and references to sequences; the answers stay."""

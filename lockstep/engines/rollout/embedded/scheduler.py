@@ -22,7 +22,7 @@ prompt gets a copy of the leader's state. Later ones compute the prompt again: t
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -31,7 +31,7 @@ from lockstep.engines.rollout.embedded.sequence import Sequence
 from lockstep.protocol.images import content_ids
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PrefillRow:
     """Tokens start..stop of one sequence.
 
@@ -43,11 +43,11 @@ class PrefillRow:
     start: int
     stop: int
     samplers: list[Sequence] = field(default_factory=list)
-    draft: list[int] = field(default_factory=list)
+    draft: Rows[int] = ()
 
     @property
     def tokens(self) -> list[int]:
-        return self.sequence.tokens[self.start : self.stop] + self.draft
+        return [*self.sequence.tokens[self.start : self.stop], *self.draft]
 
 
 @dataclass
@@ -88,10 +88,11 @@ class DecodeWindow:
 
     def keep(self, counts: list[int]) -> None:
         """Undo all but the first tokens of each row; the sequences keep the blocks."""
-        for (sequence, count), kept in zip(self.rows, counts, strict=True):
-            sequence.num_computed -= count - kept
-            sequence.num_unread -= count - kept
-        self.rows = [(sequence, kept) for (sequence, _), kept in zip(self.rows, counts)]
+        for place, ((sequence, count), kept) in enumerate(zip(self.rows, counts, strict=True)):
+            if kept < count:
+                sequence.num_computed -= count - kept
+                sequence.num_unread -= count - kept
+                self.rows[place] = sequence, kept
 
 
 class Scheduler:
@@ -195,16 +196,16 @@ class Scheduler:
     def decodable(self) -> list[Sequence]:
         return [s for s in self.running if s.is_decoding and s.num_left > 0]
 
-    def schedule_decode(self, num_steps: int, drafts: Mapping[int, list[int]] | None = None) -> DecodeWindow:
-        """Up to `num_steps` steps for every decoding sequence, with their blocks allocated.
+    def schedule_drafts(self, sequences: Rows[Sequence], drafts: Mapping[int, list[int]]) -> DecodeWindow | None:
+        """One step that computes these draft tokens, too; None if their blocks are not free.
 
-        drafts: draft tokens by the sequence's index, if nothing is in flight. If their blocks are free, there is one step, which
-                computes them too.
+        sequences: the `decodable` ones; nothing is in flight. drafts: by the sequence's index.
         """
-        if drafts:
-            rows = [(s, 1 + len(drafts.get(s.index, ()))) for s in self.decodable()]
-            if self._fits(rows):
-                return self._window(rows, drafts, fits=True)
+        rows = [(s, 1 + len(drafts.get(s.index, ()))) for s in sequences]
+        return self._window(rows, drafts, fits=True) if self._fits(rows) else None
+
+    def schedule_decode(self, num_steps: int) -> DecodeWindow:
+        """Up to `num_steps` steps for every decoding sequence, with their blocks allocated."""
         rows = self._decodable(num_steps)
         fits = self._fits(rows)
         if not fits and self.drain():
@@ -213,6 +214,10 @@ class Scheduler:
 
     def _fits(self, rows: list[tuple[Sequence, int]]) -> bool:
         """Whether the next tokens of all of them fit without freeing any block."""
+        # a row's tokens lie in one more block than as many tokens can fill, or fewer
+        most_needed = sum(count for _, count in rows) // self.blocks.block_size + 2 * len(rows)
+        if most_needed <= self.blocks.num_free:
+            return True
         return sum(self._num_needed(s, count) for s, count in rows) <= self.blocks.num_free
 
     def _window(self, rows: list[tuple[Sequence, int]], drafts: Mapping[int, list[int]], fits: bool) -> DecodeWindow:

@@ -18,6 +18,8 @@ class Sequence:
     request_id:   the caller's name for it.
     prompt_id:    equal for sequences with equal prompts; -1 if prompts are not shared.
     tokens:       prompt and generated tokens that the host knows.
+    max_tokens:   most tokens to generate.
+    is_filtered:  whether min-p, top-k or top-p removes part of its distributions.
     num_computed: tokens whose keys and values are in the cache. Once all are computed, the next token can be sampled.
     num_unread:   tokens sampled on the device that the host has not read yet; `num_computed` counts them too.
     blocks:       block table.
@@ -33,6 +35,8 @@ class Sequence:
     policy_version: int
     prompt_id: int = -1
     tokens: list[int] = field(init=False)
+    max_tokens: int = field(init=False)
+    is_filtered: bool = field(init=False)
     num_computed: int = 0
     num_unread: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -45,6 +49,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
+        self.max_tokens = self.request.sampling.max_tokens
+        self.is_filtered = self.request.sampling.filtered
 
     @cached_property
     def prompt_key(self) -> bytes:
@@ -67,18 +73,19 @@ class Sequence:
     @property
     def max_cached(self) -> int:
         """Most tokens in the cache: all but the last sampled one, which is never computed."""
-        return self.num_prompt + self.request.sampling.max_tokens - 1
+        return self.num_prompt + self.max_tokens - 1
 
     @property
     def num_left(self) -> int:
         """Tokens still to sample, if no stop token comes first."""
-        return self.request.sampling.max_tokens - len(self.log_probs) - self.num_unread
+        return self.max_tokens - len(self.log_probs) - self.num_unread
 
     @property
     def is_decoding(self) -> bool:
         """Only the last sampled token is left to compute."""
-        sampled = len(self.log_probs) + self.num_unread
-        return sampled > 0 and len(self.tokens) + self.num_unread - self.num_computed <= 1
+        return len(self.tokens) + self.num_unread - self.num_computed <= 1 and (
+            self.num_unread > 0 or bool(self.log_probs)
+        )
 
     def append(self, tokens: list[int], log_probs: list[float]) -> None:
         """Append sampled tokens; only the last of them can be a stop token."""
@@ -86,7 +93,7 @@ class Sequence:
         self.log_probs += log_probs
         if tokens and tokens[-1] in self.stop_ids:
             self.stop_reason = "stop"
-        elif self.num_generated == self.request.sampling.max_tokens:
+        elif self.num_generated == self.max_tokens:
             self.stop_reason = "length"
 
     def completion(self) -> Completion:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lockstep.engines.rollout.embedded.cpu.decoder import CpuDecoder
+from lockstep.engines.rollout.embedded.draft_controller import STEPS_BETWEEN_SEARCHES
 from lockstep.engines.rollout.embedded.draft_step import KeptTokens
 from lockstep.engines.rollout.embedded.drafter import Drafter
 from lockstep.engines.rollout.embedded.memory_limits import MemoryLimits
@@ -32,8 +33,6 @@ from lockstep.engines.rollout.rollout_engine import shortage_of
 from lockstep.protocol.generation import first_routes
 
 now = time.perf_counter
-STEPS_BETWEEN_SEARCHES = 8
-"""Plain steps of a window for which no drafts were found although they would pay."""
 
 
 class Decoder(Protocol):
@@ -125,7 +124,7 @@ class StepLoop:
                 self._max_model_len,
                 self._use_graphs,
                 self._max_stop_ids,
-                max_draft_rows=0 if self.drafter is None else self.drafter.controller.max_tokens,
+                draft_sizes=() if self.drafter is None else self.drafter.controller.sizes,
             )
 
     def reset(self) -> None:
@@ -166,7 +165,7 @@ class StepLoop:
                 return True
         started = now()
         num_steps = decoder.num_steps
-        drafts: Mapping[int, list[int]] = {}
+        window: DecodeWindow | None = None
         if self.drafter is not None and self.drafter.is_due(sequences := self.scheduler.decodable()):
             if self.drain():
                 sequences = self.scheduler.decodable()
@@ -174,7 +173,9 @@ class StepLoop:
             drafts = self.drafter.drafts(sequences)
             started += self.drafter.take_index_seconds()  # once per prompt, not per step
             num_steps = min(num_steps, STEPS_BETWEEN_SEARCHES)
-        window = self.scheduler.schedule_decode(num_steps, drafts)
+            window = self.scheduler.schedule_drafts(sequences, drafts) if drafts else None
+        if window is None:
+            window = self.scheduler.schedule_decode(num_steps)
         if window.rows and (shortage := self._shortage_of(lambda: self._run_window(window, decoder, started))):
             self._retreat_from_window(window, decoder, shortage)
         elif window.drafts:
@@ -191,7 +192,10 @@ class StepLoop:
         assert self.runner.cache is not None
         self.runner.cache.copy_blocks(window.copies)
         window.copies = []
+        began = now()
         is_delayed = decoder.prepare(window)
+        if is_delayed and self.drafter is not None:
+            self.drafter.note_capture(now() - began)
         if window.drafts:
             kept = decoder.run_drafts(window)
             window.keep([len(tokens) for tokens in kept.tokens])
@@ -287,7 +291,6 @@ class StepLoop:
     def _note_times(self, drafter: Drafter, launch: Launch, seconds: float | None) -> None:
         """seconds: of the launch; None if it was delayed."""
         if launch.drafts:
-            rows = [(s, len(launch.drafts.get(s.index, ())), count - 1) for s, count in launch.rows]
-            drafter.note_step(rows, seconds)
+            drafter.note_step(launch.rows, launch.drafts, seconds)
         elif launch.num_steps and seconds is not None:
             drafter.note_window(len(launch.rows), launch.num_steps, seconds)

@@ -62,8 +62,9 @@ class DecodeSlots:
         self.host_tables = np.zeros((num_slots + 1, table_width), dtype=np.int32)
         self.host_constants = np.zeros((num_slots + 1, NUM_CONSTANTS), dtype=np.int64)
         self.host_options = np.zeros((num_slots + 1, sampling.NUM_OPTIONS), dtype=np.float32)
-        # blocks in each row of it; 0 for a sequence that is new in its slot
+        # blocks in each row of it, and the last one; 0 for a sequence that is new in its slot
         self._table_lengths = [0] * (num_slots + 1)
+        self._last_blocks = [0] * (num_slots + 1)
         self._assigned: dict[tuple[int, int], tuple[int, Sequence]] = {}
         self._outdated: set[int] = set()  # slots whose state is not that of their sequence
         self._free = list(range(num_slots))
@@ -75,10 +76,11 @@ class DecodeSlots:
 
     def assign(self, sequences: Rows[Sequence]) -> list[int]:
         """The slot of each sequence; those without one get a free slot."""
-        new = [s for s in sequences if _key(s) not in self._assigned]
-        if new:
-            self._free_unused()
-        for sequence in new:
+        known = [self._assigned.get((s.index, s.num_preempted)) for s in sequences]
+        if None not in known:
+            return [place[0] for place in known if place is not None]
+        self._free_unused()
+        for sequence in [s for s, place in zip(sequences, known) if place is None]:
             slot = self._free.pop()
             self._assigned[_key(sequence)] = slot, sequence
             self._table_lengths[slot] = 0
@@ -114,12 +116,13 @@ class DecodeSlots:
         A table grows at its end, where the last block may also be replaced, by a copy if others share it. Earlier blocks stay.
         """
         changed = []
+        lengths, last_blocks = self._table_lengths, self._last_blocks
         for sequence, slot in zip(sequences, slots):
-            row, blocks = self.host_tables[slot], sequence.blocks
-            last = max(0, self._table_lengths[slot] - 1)
-            if self._table_lengths[slot] != len(blocks) or row[last] != blocks[last]:
-                row[last : len(blocks)] = blocks[last:]
-                self._table_lengths[slot] = len(blocks)
+            blocks = sequence.blocks
+            if lengths[slot] != len(blocks) or last_blocks[slot] != blocks[-1]:
+                last = max(0, lengths[slot] - 1)
+                self.host_tables[slot, last : len(blocks)] = blocks[last:]
+                lengths[slot], last_blocks[slot] = len(blocks), blocks[-1]
                 changed.append(slot)
         if changed:
             rows = to_device(torch.from_numpy(self.host_tables[changed]), self.device)

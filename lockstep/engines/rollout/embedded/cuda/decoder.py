@@ -22,7 +22,7 @@ from lockstep.utils.device import to_device
 
 
 class CudaDecoder:
-    """max_stop_ids: most stop tokens of a sequence. max_draft_rows: most tokens of a step with drafts; 0 for no such steps."""
+    """max_stop_ids: most stop tokens of a sequence. draft_sizes: tokens of steps with drafts; none for no such steps."""
 
     max_in_flight = 2
     num_steps = 8
@@ -34,7 +34,7 @@ class CudaDecoder:
         max_model_len: int,
         use_graphs: bool,
         max_stop_ids: int,
-        max_draft_rows: int = 0,
+        draft_sizes: Rows[int] = (),
     ) -> None:
         num_slots = scheduler.max_num_seqs
         width = scheduler.blocks.blocks_for(max_model_len)
@@ -49,8 +49,8 @@ class CudaDecoder:
         )
         self.graphs = DecodeGraphs(runner, self.slots, max_model_len, use_graphs)
         self.draft_graphs: DraftGraphs | None = None
-        if max_draft_rows:
-            self.draft_graphs = DraftGraphs(runner, self.slots, max_model_len, use_graphs, max_draft_rows)
+        if draft_sizes:
+            self.draft_graphs = DraftGraphs(runner, self.slots, max_model_len, use_graphs, draft_sizes)
 
     def reset(self) -> None:
         self.slots.clear()
@@ -74,11 +74,11 @@ class CudaDecoder:
         self.slots.set_states(sequences, slots)
         self.slots.step.zero_()
         slot_ids = to_device(torch.tensor(slots, dtype=torch.int32), self.slots.device)
-        self.graphs.sample(logits_NV, slot_ids, any(s.request.sampling.filtered for s in sequences))
+        self.graphs.sample(logits_NV, slot_ids, any(s.is_filtered for s in sequences))
         return self._copy_outputs(slots, num_steps=1)
 
     def prepare(self, window: DecodeWindow) -> bool:
-        filtered = any(s.request.sampling.filtered for s, _ in window.rows)
+        filtered = any(s.is_filtered for s, _ in window.rows)
         if not window.drafts:
             return self.graphs.prepare(len(window.rows), filtered)
         assert self.draft_graphs is not None, "drafts were not expected"
@@ -86,7 +86,7 @@ class CudaDecoder:
 
     def run(self, window: DecodeWindow) -> SampledTokens:
         sequences = [sequence for sequence, _ in window.rows]
-        filtered = any(s.request.sampling.filtered for s in sequences)
+        filtered = any(s.is_filtered for s in sequences)
         slots = self.slots.assign(sequences)
         self.slots.set_states(sequences, slots)
         self.slots.set_tables(sequences, slots)

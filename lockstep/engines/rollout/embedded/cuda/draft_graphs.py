@@ -1,4 +1,4 @@
-"""Decode steps with drafts as CUDA graphs: a row per token, one graph per number of tokens, captured when first needed.
+"""Decode steps with drafts as CUDA graphs: a row per token, one graph per size, captured when first needed.
 
     tokens, positions, cache slots and sampling state of all rows, one upload ─► model ─► logits ─► sample ─► one copy to the host
 
@@ -7,6 +7,7 @@ each group of up to `GROUP_ROWS` rows of a sequence. The host waits for every st
 arrays.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence as Rows
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lockstep.engines.rollout.embedded.cuda.decode_attention import CudaDecodeAttention
 from lockstep.engines.rollout.embedded.cuda.decode_slots import ROPE_DELTA, SEED, TOP_K, DecodeSlots
-from lockstep.engines.rollout.embedded.cuda.graphs import DecodeGraphs, padded_batch_size
+from lockstep.engines.rollout.embedded.cuda.graphs import DecodeGraphs
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.scheduler import PrefillRow
 from lockstep.kernels import sampling
@@ -50,15 +51,17 @@ class RowInputs:
 
 class DraftGraphs(DecodeGraphs):
     """
+    sizes:             tokens of the graphs, ascending.
     rows:              inputs of the graphs.
     tokens, log_probs: (1, R) outputs.
     """
 
     def __init__(
-        self, runner: ModelRunner, slots: DecodeSlots, max_model_len: int, use_graphs: bool, max_tokens: int
+        self, runner: ModelRunner, slots: DecodeSlots, max_model_len: int, use_graphs: bool, sizes: Rows[int]
     ) -> None:
         super().__init__(runner, slots, max_model_len, use_graphs)
-        num_rows = padded_batch_size(max_tokens)
+        self.sizes = sizes
+        num_rows = sizes[-1]
         device = slots.device
         num_groups = self._num_groups(num_rows)
         self.rows = RowInputs(num_rows, num_groups, device=device)
@@ -79,6 +82,9 @@ class DraftGraphs(DecodeGraphs):
         self.run(num_tokens, any(row.sequence.request.sampling.filtered for row in rows), num_steps=1)
         outputs = self._outputs[:, :num_tokens].cpu()
         return outputs[0].numpy(), outputs[1].view(torch.float32).numpy()
+
+    def size_of(self, num_rows: int) -> int:
+        return self.sizes[bisect_left(self.sizes, num_rows)]
 
     @property
     def cache_slots(self) -> Tensor:
@@ -108,7 +114,7 @@ class DraftGraphs(DecodeGraphs):
         state[:, sampling.TOKEN] = 0
         state[:, sampling.TOP_K] = constants[:, TOP_K]
         options[:num_tokens] = self.slots.host_options[slot]
-        self._upload(num_tokens, padded_batch_size(num_tokens), np.flatnonzero(place % GROUP_ROWS == 0))
+        self._upload(num_tokens, self.size_of(num_tokens), np.flatnonzero(place % GROUP_ROWS == 0))
 
     def _pad_rows(self, size: int) -> None:
         self._upload(0, size, np.arange(0))

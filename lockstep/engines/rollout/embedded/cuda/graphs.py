@@ -65,7 +65,7 @@ class DecodeGraphs:
         if self._captured_at != self.runner.num_moves:
             self.clear()
             self._captured_at = self.runner.num_moves
-        size = padded_batch_size(num_rows)
+        size = self.size_of(num_rows)
         is_new = (size, filtered) not in self._known
         self._known.add((size, filtered))
         if not self.use_graphs or (size, filtered) in self._graphs:
@@ -88,7 +88,7 @@ class DecodeGraphs:
     def run(self, num_rows: int, filtered: bool, num_steps: int) -> None:
         """Sample `num_steps` tokens per row into the outputs of the slots, from step 0 on."""
         self.slots.step.fill_(-1)
-        size = padded_batch_size(num_rows)
+        size = self.size_of(num_rows)
         graph = self._graphs.get((size, filtered))
         for _ in range(num_steps):
             if graph is not None:
@@ -98,6 +98,10 @@ class DecodeGraphs:
                 self._step(size, filtered)
                 routes = self.runner.routes
             self.runner.keep_routes(self.cache_slots[:size], routes)
+
+    def size_of(self, num_rows: int) -> int:
+        """Rows of the graph that computes so many."""
+        return padded_batch_size(num_rows)
 
     @property
     def cache_slots(self) -> Tensor:
