@@ -12,6 +12,7 @@ from tests.kernels.kernel_device import kernel_device
 DEVICE = kernel_device()
 from lockstep.engines.rollout.embedded.cuda import draft_graphs  # noqa: E402
 from lockstep.engines.rollout.embedded.cuda.decode_slots import DecodeSlots  # noqa: E402
+from lockstep.engines.rollout.embedded.draft_controller import graph_sizes  # noqa: E402
 from lockstep.engines.rollout.embedded.scheduler import PrefillRow  # noqa: E402
 from lockstep.engines.rollout.embedded.sequence import Sequence  # noqa: E402
 from lockstep.kernels.draft_decode import GROUP_ROWS  # noqa: E402
@@ -28,13 +29,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> draft_graphs.DraftGraphs:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     runner: Any = SimpleNamespace(block_size=SIZE, num_moves=0)
     slots = DecodeSlots(NUM_SLOTS, 32, 20, 1, 4, DEVICE)
-    return draft_graphs.DraftGraphs(runner, slots, max_model_len=80, use_graphs=False, max_tokens=100)
+    return draft_graphs.DraftGraphs(runner, slots, max_model_len=80, use_graphs=False, sizes=graph_sizes(100))
 
 
 @pytest.mark.parametrize("counts", [[1], [8], [9], [1, 17, 8, 3], [2] * 3 + [16] * 4 + [1] * 20, [1] * 30, []])
 def test_rows_and_their_groups(graphs: draft_graphs.DraftGraphs, counts: list[int]) -> None:
     """Steps before have no effect. Without any sequence there is padding alone, as when a graph is captured."""
-    size = draft_graphs.padded_batch_size(max(1, sum(counts)))
+    size = graphs.size_of(max(1, sum(counts)))
     rows, tokens, positions = [], [], []
     for index, count in enumerate(counts):
         prompt = list(range(100 * index, 100 * index + 3 + index))
