@@ -180,13 +180,27 @@ def test_a_step_is_filled_up_to_its_size() -> None:
     assert sum(made.lengths(rows(*[0.9] * 8), [1] * 7 + [0])) == 7  # there are no more
 
 
+def steps_until_capture(capture_s: float, num_rows: list[int]) -> int:
+    """Steps of as many rows in turn, with graphs of 24 tokens alone at first, until one has another size."""
+    made = on_graphs((24, 1.0), capture_s=capture_s)
+    for number in range(1, 100):
+        num = num_rows[number % len(num_rows)]
+        num_tokens = num + sum(made.lengths(rows(*[0.9] * num), [16] * num))
+        if num_tokens > 24:
+            return number
+        made.note_step(num_tokens, 1.0)
+    raise AssertionError("nothing was captured")
+
+
 def test_a_size_is_captured_once_it_would_have_gained_what_the_capture_takes() -> None:
-    made = on_graphs((24, 1.0), capture_s=3.0)
-    sure = rows(*[0.98] * 8)
-    chosen = [sum(made.lengths(sure, [16] * 8)) for _ in range(20)]
-    at_first = chosen.count(24 - 8)
-    assert 1 < at_first < 20 and chosen == [24 - 8] * at_first + [chosen[-1]] * (20 - at_first)
-    assert chosen[-1] > 24 - 8
+    found = [steps_until_capture(capture_s, [8]) for capture_s in (0.0, 2.0, 4.0)]
+    assert found[0] == 1 and 1 < found[1] < found[2] < 20
+
+
+def test_a_size_gains_in_steps_for_which_another_is_the_best_too() -> None:
+    """96 tokens are the best for 8 rows, 128 for 16: neither waits until it was the best often enough."""
+    alone = [steps_until_capture(4.0, [num]) for num in (8, 16)]
+    assert min(alone) <= steps_until_capture(4.0, [8, 16]) <= max(alone)
 
 
 def test_nothing_is_captured_for_a_gain_that_differs_little() -> None:

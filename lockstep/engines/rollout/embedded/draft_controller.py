@@ -5,12 +5,12 @@ A decode step of N rows takes `plain(N)` seconds and gives N tokens. One with dr
 where p is the row's acceptance. The likeliest drafts come first. The size that gives the most tokens per second is chosen, and none
 if plain steps give more. The choice depends on times, the sampled tokens do not.
 
-The first step of a size may need a CUDA graph. It is captured once the steps so far would have gained as much time by that size as
-a capture takes; until then the best of the sizes at hand is taken. So captures cost at most about as much time as they can gain.
+The first step of a size may need a CUDA graph. It is captured once the steps since the last capture would have gained as much time
+by that size as a capture takes; until then the best of the sizes at hand is taken. So captures cost at most about as much time as
+they can gain.
 """
 
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -167,7 +167,7 @@ class DraftController:
         self.sizes = tuple(sizes)
         self._sizes_S = np.array(self.sizes, dtype=np.int64)
         self._ready: set[int] = set()  # sizes that were computed
-        self._missed_s: defaultdict[int, float] = defaultdict(float)  # what steps would have gained by other sizes
+        self._missed_s = np.zeros(len(self.sizes))  # what each size would have saved since the last capture
 
     @property
     def max_tokens(self) -> int:
@@ -299,31 +299,29 @@ class DraftController:
         return self._sizes_S[first : last + 1] if num_available > 0 else self._sizes_S[:0]
 
     def _choose(self, num_rows: int, gains_S: np.ndarray, sizes_S: np.ndarray) -> int | None:
-        """The place of the best size, or of the best one at hand if the capture of that does not pay yet; None for a plain step."""
+        """The place of the best size, or of the best one at hand if no capture pays yet; None for a plain step."""
         speedups_S = self._speedup(num_rows, gains_S, sizes_S)
-        best = int(speedups_S.argmax())
-        if speedups_S[best] <= MIN_SPEEDUP:
+        if speedups_S.max() <= MIN_SPEEDUP:
             return None
-        size = int(sizes_S[best])
-        if size in self._ready:
-            return best
+        is_ready_S = np.array([size in self._ready for size in sizes_S.tolist()])
+        ready_S = np.where(is_ready_S, speedups_S, 0.0)
+        at_hand = int(ready_S.argmax()) if ready_S.max() > MIN_SPEEDUP else None
+        # what each size that is not at hand would have saved, of the time of as many plain steps
         plain_s = float(self.plain.predict(num_rows))
-        at_hand = self._best_ready(speedups_S, sizes_S)
         if at_hand is None:
-            self._missed_s[size] += STEPS_BETWEEN_SEARCHES * plain_s * (1 - 1 / speedups_S[best])
-        else:  # for as many tokens as the step at hand gives
-            num_plain = 1 + gains_S[at_hand] / num_rows
-            self._missed_s[size] += num_plain * plain_s * (1 / speedups_S[at_hand] - 1 / speedups_S[best])
-        if self._missed_s[size] >= self.capture_s:
-            return best
+            num_plain, share = float(STEPS_BETWEEN_SEARCHES), 1.0
+        else:
+            num_plain, share = 1 + gains_S[at_hand] / num_rows, 1 / ready_S[at_hand]
+        saved_S = num_plain * plain_s * np.where(is_ready_S, 0.0, share - 1 / speedups_S)
+        first = int(np.searchsorted(self._sizes_S, sizes_S[0]))
+        missed_S = self._missed_s[first : first + len(sizes_S)]
+        missed_S += saved_S.clip(0.0)
+        due_S = np.where((missed_S >= self.capture_s) & (saved_S > 0), speedups_S, 0.0)
+        if due_S.max() > MIN_SPEEDUP:
+            self._missed_s[:] = 0.0  # compared with other sizes from now on
+            return int(due_S.argmax())
         self.waits = at_hand is None
         return at_hand
-
-    def _best_ready(self, speedups_S: np.ndarray, sizes_S: np.ndarray) -> int | None:
-        """The place of the best size that was computed before; None if drafts do not pay with any."""
-        ready_S = np.where([size in self._ready for size in sizes_S.tolist()], speedups_S, 0.0)
-        place = int(ready_S.argmax())
-        return place if ready_S[place] > MIN_SPEEDUP else None
 
     def _speedup(self, num_rows: int, gains_S: np.ndarray, sizes_S: np.ndarray) -> np.ndarray:
         """Tokens per second of steps of these sizes with these gains, over those of plain steps."""

@@ -105,6 +105,7 @@ class StepLoop:
         self._in_flight: deque[Launch] = deque()
         self._last_read = 0.0  # when the outputs of a launch were read
         self._last_delay = 0.0  # when a launch had been delayed by what later ones of its size need not do
+        self._had_drafts = False  # whether the last launch had drafts
         self.finished: list[Sequence] = []
         scheduler.drain = self.drain
         scheduler.on_release = self._read_routes
@@ -169,7 +170,8 @@ class StepLoop:
         if self.drafter is not None and self.drafter.is_due(sequences := self.scheduler.decodable()):
             if self.drain():
                 sequences = self.scheduler.decodable()
-            started = now()
+            # between steps with drafts the device waits: what the host did since the last one is part of this one
+            started = self._last_read if self._had_drafts else now()
             drafts = self.drafter.drafts(sequences)
             started += self.drafter.take_index_seconds()  # once per prompt, not per step
             num_steps = min(num_steps, STEPS_BETWEEN_SEARCHES)
@@ -207,11 +209,13 @@ class StepLoop:
             launch = Launch(window.rows, sampled, sampled.num_steps, window.drafts, started)
         if is_delayed:
             self._last_delay = now()
+        self._had_drafts = bool(window.drafts)
         self._in_flight.append(launch)
 
     def _run_prefill(self, prefill: PrefillStep, decoder: Decoder) -> None:
         runner = self.runner
         assert runner.cache is not None
+        self._had_drafts = False
         runner.cache.copy_blocks(prefill.copies)
         inputs = PrefillInputs(prefill.rows, runner.cache)
         self.num_prefill_tokens += inputs.token_ids.numel()
