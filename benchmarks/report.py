@@ -214,7 +214,7 @@ COMMANDS = {
         "phases-hybrid": "rollout_profile.py --shape hybrid-1.5b",
         "phases-moe": "rollout_profile.py --shape qwen3-30b-a3b-quarter",
         "rollout-fp8": "rollout.py --shape 7b --engines embedded embedded-fp8 embedded-fp8-cache",
-        "drafts": "history_drafts.py --shape 0.5b --sequences 1 4 16 64 256 512 --right 0.8 0.95 1.0 --repeats 2",
+        "drafts": "history_drafts.py --shape 0.5b --sequences 1 4 16 64 256 512 --right 0.8 0.95 1.0 --repeats 6",
         "drafts-ragged": "rollout.py --shape 3b --workload ragged --engines embedded embedded-drafts vllm --right 0.9"
         " --peer-python {vllm}",
         "drafts-learning": f"history_learning.py --model {{model}} --data {{data}} --out {{folder}}/runs {LEARNING}",
