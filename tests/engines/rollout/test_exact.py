@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.engines.rollout import Completion, GenerationRequest
 from lockstep.kernels import exact
 from lockstep.kernels.exact import depends_on_other_rows, exact_mode, exact_product
-from lockstep.kernels.linear import Activation, gated_linear
+from lockstep.kernels.linear import Activation, gated_linear, linear
 from lockstep.models import exact_attention
 from lockstep.models.exact_models import check_exact
 from lockstep.models.layer_options import LayerOptions
@@ -172,6 +172,18 @@ def test_an_mlp_of_many_rows_is_that_of_each_row(activation: Activation) -> None
         with exact_mode(on):
             out = gated_linear(x, down, activation)
         found.append((out.detach(), *torch.autograd.grad(out.square().sum(), x)))
+    for usual, exactly in zip(*found):
+        torch.testing.assert_close(exactly, usual, rtol=1e-5, atol=1e-5)
+
+
+def test_a_product_with_bias_has_the_usual_gradients() -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(*shape, requires_grad=True) for shape in ((2, 35, 10), (7, 10), (7,))]
+    found = []
+    for on in (False, True):
+        with exact_mode(on):
+            out = linear(*tensors)
+        found.append((out.detach(), *torch.autograd.grad(out.square().sum(), tensors)))
     for usual, exactly in zip(*found):
         torch.testing.assert_close(exactly, usual, rtol=1e-5, atol=1e-5)
 
