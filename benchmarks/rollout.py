@@ -238,7 +238,7 @@ def vllm(args: argparse.Namespace, longest: Case) -> tuple[Generate, int]:
 
     folder = args.model
     if folder is None:
-        folder = tempfile.mkdtemp()
+        folder = str(Path(tempfile.gettempdir()) / f"vllm-{args.shape}")  # vLLM finds compiled graphs by this name
         config = {"architectures": [architecture(args.shape)], "dtype": "bfloat16", "rope_parameters": ROPE}
         shape_config(args.shape, **config).save_pretrained(folder)
         options["load_format"] = "dummy"
