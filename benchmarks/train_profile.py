@@ -34,7 +34,7 @@ CLASSES: dict[str, re.Pattern[str]] = {
     "optimizer": re.compile(r"adam|Optimizer\.step|optimizer_step|_foreach|multi_tensor|lpnorm", re.I),
     "attention": re.compile(r"flash|fmha|attention|_attend", re.I),
     "products": re.compile(
-        r"gemm|gemv|cutlass|nvjet|xmma|wgmma|cublas|splitk|^_product$|^_join$|^aten::(mm|addmm|addmm_|bmm|linear|matmul)$",
+        r"gemm|gemv|cutlass|nvjet|xmma|wgmma|cublas|splitk|^_product$|^aten::(mm|addmm|addmm_|bmm|linear|matmul)$",
         re.I,
     ),
     "copies": re.compile(r"memcpy|memset|^aten::(copy_|to|_to_copy|contiguous|clone)$", re.I),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @dataclass(frozen=True)
 class Tile:
-    """Of the result, and how a program computes it.
+    """The part of the result that a program computes, and how it does.
 
     inner:       entries of the inner dimension per iteration.
     stages:      iterations whose operands are loaded ahead.
@@ -40,7 +39,7 @@ OTHERS = (Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 3))
 SINGLE = (Tile(64, 64, 64, 4, 2),)
 """In single precision."""
 MIN_TILES = 264
-"""Tiles of a result that keep a device busy: two per multiprocessor."""
+"""Tiles of a result that keep a device busy: two per multiprocessor of an H200."""
 ALIGNMENT = 16
 """Of rows in memory, in bytes, for descriptors."""
 
@@ -86,7 +85,9 @@ def _product(
     inside = (row < num_rows)[:, None] & (column < num_columns)[None, :]
     out_at = out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(bias_ptr + column, mask=column < num_columns, other=0.0).to(tl.float32)
+        # a sum after a single iteration would become the start of its dot, in tiles of that inner size alone
+        total = tl.fma(total, 1.0, tl.broadcast_to(bias[None, :], [ROWS, COLUMNS]))
     if ADD:
         total = tl.fma(total, scale, tl.load(out_at, mask=inside, other=0.0).to(tl.float32))
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=inside)
@@ -158,4 +159,6 @@ def _aligned(x: Tensor) -> Tensor:
     entries = ALIGNMENT // x.itemsize
     if x.stride(1) == 1 and x.stride(0) % entries == 0 and x.data_ptr() % ALIGNMENT == 0:
         return x
-    return F.pad(x, (0, -x.shape[1] % entries)).contiguous()
+    out = x.new_zeros(len(x), -(-x.shape[1] // entries) * entries)
+    out[:, : x.shape[1]] = x
+    return out

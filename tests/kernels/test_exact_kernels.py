@@ -8,7 +8,7 @@ from tests.kernels.kernel_device import kernel_device
 DEVICE = kernel_device()
 
 from lockstep.kernels.exact_attention import attend  # noqa: E402
-from lockstep.kernels.exact_product import Tile, by_all_tiles, product  # noqa: E402
+from lockstep.kernels.exact_product import SINGLE, Tile, _tiles, by_all_tiles, product  # noqa: E402
 from lockstep.models.attention import eager_attention  # noqa: E402
 from lockstep.models.layer_options import LayerOptions  # noqa: E402
 
@@ -45,9 +45,32 @@ def test_product_with_bias_or_added(tile: Tile, width: int) -> None:
     expected = x @ weight.t()
     found = product(x, weight, torch.float32, bias=bias, tile=tile)
     torch.testing.assert_close(found, expected + bias, rtol=1e-4, atol=1e-3)
-    columns = total.clone()[:, 20:70]
-    assert product(x, weight, torch.float32, add_to=columns, scale=0.3, tile=tile) is columns
-    torch.testing.assert_close(columns, total[:, 20:70] + 0.3 * expected, rtol=1e-4, atol=1e-3)
+    wide = total.clone()
+    assert product(x, weight, torch.float32, add_to=wide[:, 20:70], scale=0.3, tile=tile).shape == (70, 50)
+    total[:, 20:70] += 0.3 * expected
+    torch.testing.assert_close(wide, total, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [8, 64, 96, 128, 200])
+def test_a_bias_is_added_last(width: int, dtype: torch.dtype) -> None:
+    """By tiles of all sizes, also by those that sum in one iteration: row by row the same."""
+    torch.manual_seed(0)
+    x, weight = (torch.randn(n, width, device=DEVICE).to(dtype) for n in (600, 300))
+    bias = torch.randn(300, device=DEVICE).to(dtype)
+    tiles = _tiles(DEVICE) if dtype != torch.float32 else SINGLE
+    many, *others = (product(x, weight, dtype, bias=bias, tile=tile) for tile in tiles)
+    assert all(torch.equal(found, many) for found in others)
+    assert torch.equal(product(x[7:8], weight, dtype, bias=bias), many[7:8])
+    expected = (product(x, weight, torch.float32) + bias.float()).to(dtype)
+    assert torch.equal(many, expected)
+
+
+def test_one_row_of_a_wider_tensor() -> None:
+    """A stride of one row says nothing, and is no multiple of the alignment here."""
+    x, weight = torch.randn(10, 12, device=DEVICE)[3:4, :8], torch.randn(16, 8, device=DEVICE)
+    found = product(x, weight, torch.float32, tile=Tile(64, 32, 64, 4, 2, descriptors=True))
+    torch.testing.assert_close(found, x @ weight.t(), rtol=1e-5, atol=1e-5)
 
 
 OPTIONS = {

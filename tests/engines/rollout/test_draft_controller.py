@@ -224,6 +224,19 @@ def test_the_first_capture_is_waited_for_without_ceasing_to_search() -> None:
     assert any(on_graphs(capture_s=0.01).lengths(rows(*[0.9] * 8), [16] * 8))
 
 
+def test_probes_and_failed_attempts_capture_nothing_more() -> None:
+    made = on_graphs((24, 1.0), capture_s=6.0)
+    for _ in range(PROBE_INTERVAL):
+        made.measure_plain(8, 1.0)
+    assert made.is_probe(8) and not made.is_probe(9)  # 24 and 25 tokens
+    made.forget_graphs()
+    assert made.is_probe(9)
+    # a size that is due is due until it is computed
+    made = on_graphs((24, 1.0), capture_s=2.0)
+    chosen = [sum(made.lengths(rows(*[0.9] * 8), [16] * 8)) for _ in range(20)]
+    assert chosen[0] == 16 < chosen[-1] and sorted(chosen) == chosen
+
+
 def test_the_least_time_of_a_capture_counts() -> None:
     made = on_graphs()
     for seconds, expected in ((20.0, MAX_CAPTURE_S), (0.2, 0.2), (0.3, 0.2), (0.1, 0.1)):

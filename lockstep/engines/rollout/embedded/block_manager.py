@@ -62,7 +62,7 @@ class BlockManager:
         Returns the (source, target) blocks to copy before the write.
         """
         copies = []
-        needed = -(-stop // self.block_size)
+        needed = self.blocks_for(stop)
         ref_counts = self._ref_counts
         for i in range(start // self.block_size, min(len(table), needed)):
             if ref_counts[table[i]] > 1:

@@ -175,8 +175,12 @@ class DraftController:
         return self.sizes[-1] if self.sizes else 0
 
     def lower_tokens(self, max_tokens: int) -> None:
-        """Graphs may be gone, too."""
+        """Steps have at most this many tokens from now on, and no graphs yet."""
         self.use_sizes([size for size in self.sizes if size <= max_tokens])
+
+    def forget_graphs(self) -> None:
+        """They are gone."""
+        self.use_sizes(self.sizes)
 
     def measure_plain(self, num_rows: int, seconds: float) -> None:
         """The time of one step without drafts."""
@@ -189,7 +193,9 @@ class DraftController:
     def note_step(self, num_tokens: int, seconds: float | None) -> None:
         """A step with drafts, and its time with that of finding them; None if it says nothing about other steps."""
         size = self._size_of(num_tokens)
-        self._ready.add(size)
+        if size not in self._ready:
+            self._ready.add(size)
+            self._missed_s[:] = 0.0  # compared with other sizes from now on
         self._num_plain = 0
         if seconds is not None:
             self.drafted.measure(size, seconds)
@@ -208,14 +214,15 @@ class DraftController:
         if num_rows:
             self.coverage = 0.95 * self.coverage + 0.05 * num_with_draft / num_rows
         self._num_plain = self._num_skipped = 0
-        self._num_to_skip = 0 if pays or self.waits else min(16, 2 * self._num_to_skip + 1)
+        waits = self.waits and not is_probe
+        self._num_to_skip = 0 if pays or waits else min(16, 2 * self._num_to_skip + 1)
         self.has_paid = pays and not is_probe
 
     def begin(self) -> None:
         """New requests: earlier ones say little about how many of them have drafts."""
         self.coverage = 1.0
         self._num_skipped = self._num_to_skip = 0
-        self.has_paid = False
+        self.has_paid = self.waits = False
 
     def is_useless(self) -> bool:
         """Whether drafts were hardly ever accepted for long; asks again from now on."""
@@ -231,8 +238,12 @@ class DraftController:
         return self.overall.rate(PRIOR_ACCEPTANCE)
 
     def is_probe(self, num_rows: int) -> bool:
-        """Whether some rows of the next step are drafted although it is not expected to pay."""
-        return self._num_plain >= PROBE_INTERVAL and num_rows + PROBE_ROWS * PROBE_TOKENS <= self.max_tokens
+        """Whether some rows of the next step are drafted although it is not expected to pay: no graph is captured for it but
+        the first one."""
+        num_tokens = num_rows + PROBE_ROWS * PROBE_TOKENS
+        if self._num_plain < PROBE_INTERVAL or num_tokens > self.max_tokens:
+            return False
+        return not self.capture_s or not self._ready or self._size_of(num_tokens) in self._ready
 
     def is_open(self, num_rows: int) -> bool:
         """Whether a step of as many rows may have drafts at all, and the last search without success is long enough ago."""
@@ -318,7 +329,6 @@ class DraftController:
         missed_S += saved_S.clip(0.0)
         due_S = np.where((missed_S >= self.capture_s) & (saved_S > 0), speedups_S, 0.0)
         if due_S.max() > MIN_SPEEDUP:
-            self._missed_s[:] = 0.0  # compared with other sizes from now on
             return int(due_S.argmax())
         self.waits = at_hand is None
         return at_hand

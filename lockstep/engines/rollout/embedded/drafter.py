@@ -160,9 +160,15 @@ class Drafter:
         if seconds is not None:
             totals.saved_s += controller.saved_seconds(num_rows, num_sampled, seconds)
 
-    def note_capture(self, seconds: float) -> None:
-        """What `Decoder.prepare` took for a window whose step takes longer than later ones."""
+    def note_capture(self, seconds: float, has_drafts: bool) -> None:
+        """What `Decoder.prepare` took for a window, with drafts or without, whose step takes longer than later ones."""
         self.controller.note_capture(seconds)
+        if has_drafts:
+            self.totals.saved_s -= seconds
+
+    def forget_graphs(self) -> None:
+        """The graphs of steps with drafts are gone."""
+        self.controller.forget_graphs()
 
     def take_index_seconds(self) -> float:
         """Seconds of building indices since the last call. They are a loss, but no part of the cost of a step."""

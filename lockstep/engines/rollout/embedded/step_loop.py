@@ -106,6 +106,7 @@ class StepLoop:
         self._last_read = 0.0  # when the outputs of a launch were read
         self._last_delay = 0.0  # when a launch had been delayed by what later ones of its size need not do
         self._had_drafts = False  # whether the last launch had drafts
+        self._num_moves = 0  # of parameters and states, after which graphs are captured again
         self.finished: list[Sequence] = []
         scheduler.drain = self.drain
         scheduler.on_release = self._read_routes
@@ -118,6 +119,8 @@ class StepLoop:
             from lockstep.engines.rollout.embedded.cuda.decoder import CudaDecoder
 
             self.drain()
+            if self.drafter is not None:
+                self.drafter.forget_graphs()
             self._max_stop_ids = 1 << max(2, (num_stop_ids - 1).bit_length())
             self._decoder = CudaDecoder(
                 self.runner,
@@ -164,6 +167,9 @@ class StepLoop:
                 if shortage := self._shortage_of(lambda: self._run_prefill(prefill, decoder)):
                     self._retreat_from_prefill(prefill, decoder, shortage)
                 return True
+        if self.drafter is not None and self._num_moves != self.runner.num_moves:
+            self._num_moves = self.runner.num_moves
+            self.drafter.forget_graphs()
         started = now()
         num_steps = decoder.num_steps
         window: DecodeWindow | None = None
@@ -197,7 +203,7 @@ class StepLoop:
         began = now()
         is_delayed = decoder.prepare(window)
         if is_delayed and self.drafter is not None:
-            self.drafter.note_capture(now() - began)
+            self.drafter.note_capture(now() - began, bool(window.drafts))
         if window.drafts:
             kept = decoder.run_drafts(window)
             window.keep([len(tokens) for tokens in kept.tokens])
@@ -260,6 +266,9 @@ class StepLoop:
     def _free_memory(self, decoder: Decoder) -> None:
         self.drain()
         decoder.free_memory()
+        self._had_drafts = False
+        if self.drafter is not None:
+            self.drafter.forget_graphs()
         if self.runner.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -76,7 +76,7 @@ class DecodeSlots:
 
     def assign(self, sequences: Rows[Sequence]) -> list[int]:
         """The slot of each sequence; those without one get a free slot."""
-        known = [self._assigned.get((s.index, s.num_preempted)) for s in sequences]
+        known = [self._assigned.get(_key(s)) for s in sequences]
         if None not in known:
             return [place[0] for place in known if place is not None]
         self._free_unused()

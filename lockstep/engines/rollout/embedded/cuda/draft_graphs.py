@@ -2,9 +2,8 @@
 
     tokens, positions, cache slots and sampling state of all rows, one upload ─► model ─► logits ─► sample ─► one copy to the host
 
-The rows of a sequence have one block table and consecutive positions. All keys and values are written before any are read, once for
-each group of up to `GROUP_ROWS` rows of a sequence. The host waits for every step, so it prepares one with few operations on whole
-arrays.
+The rows of a sequence have one block table and consecutive positions. All keys and values are written first, then read once for
+each group of up to `GROUP_ROWS` rows. The host waits for every step, so it prepares one with few operations on whole arrays.
 """
 
 from bisect import bisect_left
@@ -79,7 +78,7 @@ class DraftGraphs(DecodeGraphs):
         counts = np.array([row.stop - row.start for row in rows])
         num_tokens = int(counts.sum())
         self._fill(rows, slots, counts, num_tokens)
-        self.run(num_tokens, any(row.sequence.request.sampling.filtered for row in rows), num_steps=1)
+        self.run(num_tokens, any(row.sequence.is_filtered for row in rows), num_steps=1)
         outputs = self._outputs[:, :num_tokens].cpu()
         return outputs[0].numpy(), outputs[1].view(torch.float32).numpy()
 
