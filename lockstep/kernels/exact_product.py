@@ -109,7 +109,7 @@ def product(
     tile:   None chooses one by the size of the result.
     """
     assert x.dtype == weight.dtype, "operands of different types"
-    num_rows, num_columns = len(x), len(weight)
+    (num_rows, width), num_columns = x.shape, len(weight)
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=x.device) if add_to is None else add_to
     assert out.dtype == dtype and out.stride(1) == 1, "the sum has another type or layout"
     if not num_rows:
@@ -124,7 +124,7 @@ def product(
         ]
     _product[(_num_tiles(tile, num_rows, num_columns),)](
         *(*operands, bias, out, num_rows, num_columns, x.stride(0), weight.stride(0), out.stride(0), scale),
-        *(x.shape[1], tile.rows, tile.columns, tile.inner, tile.descriptors, 8, add_to is not None),
+        *(width, tile.rows, tile.columns, tile.inner, tile.descriptors, 8, add_to is not None),
         "tf32" if half else "ieee",
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -66,6 +66,14 @@ def test_a_bias_is_added_last(width: int, dtype: torch.dtype) -> None:
     assert torch.equal(many, expected)
 
 
+def test_columns_of_rows() -> None:
+    """An operand that is copied is padded; the other one is not."""
+    x, weight = torch.randn(13, 5, device=DEVICE).t(), torch.randn(4, 16, device=DEVICE)
+    weight[:, 13:] = float("nan")
+    found = product(x, weight[:, :13], torch.float32)
+    torch.testing.assert_close(found, x @ weight[:, :13].t(), rtol=1e-5, atol=1e-5)
+
+
 def test_one_row_of_a_wider_tensor() -> None:
     """A stride of one row says nothing, and is no multiple of the alignment here."""
     x, weight = torch.randn(10, 12, device=DEVICE)[3:4, :8], torch.randn(16, 8, device=DEVICE)
