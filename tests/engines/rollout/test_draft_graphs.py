@@ -71,4 +71,4 @@ def test_rows_and_their_groups(graphs: draft_graphs.DraftGraphs, counts: list[in
     sizes = graphs.rows.group_starts.diff().tolist()
     assert sizes[: len(expected)] == expected and not any(sizes[len(expected) :])
     assert int(graphs.rows.group_starts[0]) == 0 and int(graphs.rows.group_starts[-1]) == size
-    assert len(expected) <= graphs._num_groups(size) <= size  # of which the step's launch has so many
+    assert len(expected) <= graphs._num_groups(size) <= size  # the launch has `_num_groups` of them

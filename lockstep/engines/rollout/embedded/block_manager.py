@@ -63,9 +63,8 @@ class BlockManager:
         """
         copies = []
         needed = self.blocks_for(stop)
-        ref_counts = self._ref_counts
         for i in range(start // self.block_size, min(len(table), needed)):
-            if ref_counts[table[i]] > 1:
+            if self._ref_counts[table[i]] > 1:
                 source, target = table[i], self._pop_free()
                 self._ref_counts[source] -= 1
                 table[i] = target

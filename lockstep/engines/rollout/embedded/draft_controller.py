@@ -179,7 +179,7 @@ class DraftController:
         self.use_sizes([size for size in self.sizes if size <= max_tokens])
 
     def forget_graphs(self) -> None:
-        """They are gone."""
+        """All graphs are gone: no size is at hand."""
         self.use_sizes(self.sizes)
 
     def measure_plain(self, num_rows: int, seconds: float) -> None:
@@ -300,7 +300,7 @@ class DraftController:
         return np.minimum(rates, MAX_ACCEPTANCE)
 
     def _size_of(self, num_tokens: int) -> int:
-        """The size of a step with so many tokens."""
+        """The size of a step of `num_tokens`."""
         return self.sizes[bisect_left(self.sizes, num_tokens)]
 
     def _sizes(self, num_rows: int, num_available: int) -> np.ndarray:

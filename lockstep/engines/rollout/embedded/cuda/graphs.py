@@ -100,7 +100,7 @@ class DecodeGraphs:
             self.runner.keep_routes(self.cache_slots[:size], routes)
 
     def size_of(self, num_rows: int) -> int:
-        """Rows of the graph that computes so many."""
+        """Rows of the graph for a step of `num_rows`."""
         return padded_batch_size(num_rows)
 
     @property
