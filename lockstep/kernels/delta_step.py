@@ -16,29 +16,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHANNELS = 256
+CHANNELS = 512
 """Channels of the convolution per program."""
-TILE = 32
+TILE = 64
 """Columns of the state per program."""
 
 
 @triton.jit
 def _convolution(
-    x_ptr, weight_ptr, window_ptr, slots_ptr, out_ptr, x_stride, channels, K: tl.constexpr, CHANNELS: tl.constexpr
+    x_ptr, weight_ptr, window_ptr, slots_ptr, out_ptr, x_stride, channels, K: tl.constexpr,
+    K_PADDED: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels
     slot = tl.load(slots_ptr + row).to(tl.int64)
-    window = window_ptr + (slot * channels + channel) * K
-    weight = weight_ptr + channel * K
+    j = tl.arange(0, K_PADDED)[None, :]
+    window = window_ptr + (slot * channels + channel)[:, None] * K + j
+    entries = inside[:, None] & (j < K)
     new = tl.load(x_ptr + row * x_stride + channel, mask=inside, other=0.0).to(window_ptr.dtype.element_ty)
-    total = new.to(tl.float32) * tl.load(weight + (K - 1), mask=inside, other=0.0).to(tl.float32)
-    for j in tl.static_range(1, K):
-        entry = tl.load(window + j, mask=inside, other=0.0)
-        total += entry.to(tl.float32) * tl.load(weight + (j - 1), mask=inside, other=0.0).to(tl.float32)
-        tl.store(window + (j - 1), entry, mask=inside)
-    tl.store(window + (K - 1), new, mask=inside)
+    shifted = tl.load(window + 1, mask=entries & (j < K - 1), other=0.0)
+    shifted = tl.where(j == K - 1, new[:, None], shifted)
+    tl.debug_barrier()  # an entry is overwritten by another thread than the one that reads it
+    tl.store(window, shifted, mask=entries)
+    weight = tl.load(weight_ptr + channel[:, None] * K + j, mask=entries, other=0.0).to(tl.float32)
+    total = tl.sum(shifted.to(tl.float32) * weight, 1)
     out = total / (1.0 + tl.exp(-total))
     tl.store(out_ptr + row * channels + channel, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -127,7 +129,9 @@ def delta_step(
     if not num_rows:
         return out
     grid = (num_rows, triton.cdiv(channels, CHANNELS))
-    _convolution[grid](x, weight, conv, slots, qkv, x.stride(0), channels, width, CHANNELS)
+    _convolution[grid](
+        x, weight, conv, slots, qkv, x.stride(0), channels, width, triton.next_power_of_2(width), CHANNELS
+    )  # fmt: skip
     tile = min(TILE, triton.next_power_of_2(value_dim))
     _rule[(num_rows, value_heads, triton.cdiv(value_dim, tile))](
         *(qkv, x, a_log, dt_bias, recurrent, slots, out, x.stride(0), channels, key_dim**-0.5),

@@ -1,4 +1,4 @@
-"""The delta rule over packed rows, token after token, against transformers' chunks of tokens."""
+"""The delta rule over packed rows, a chunk of tokens after the other, against transformers' chunks of tokens."""
 
 import numpy as np
 import pytest
@@ -54,6 +54,20 @@ def test_rows_equal_the_torch_form(
                 states.tensors[name][row].float(), tensor[0].float(), atol=tolerance, rtol=tolerance
             )
         start += length
+
+
+@torch.no_grad()
+def test_repeated_tokens_amplify_no_rounding() -> None:
+    """Equal keys, a gate of 1 and no decay: entries of the inverse are 0 and 1, the powers of its matrix are in the thousands."""
+    torch.manual_seed(0)
+    mixer = Mixer(1, 2, 16, 16, 4, torch.float32)
+    mixer.A_log.fill_(-20.0)
+    x = torch.randn(1, 1, mixer.conv_dim + 2 * mixer.num_v_heads, device=DEVICE).expand(1, 60, -1).contiguous()
+    x[..., mixer.conv_dim : mixer.conv_dim + 2] = 20.0
+    core = ScannedGatedDelta(mixer)
+    core._packed_convolution = core._convolution_kernel  # type: ignore[method-assign]
+    ours = core.packed(x, RowBounds(np.array([0, 60]), DEVICE), RowStates())
+    torch.testing.assert_close(ours, TorchForm(mixer)(x, RowStates()), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="on a CPU the torch form computes")
