@@ -3,8 +3,8 @@
     python benchmarks/history_learning.py --model DIR --data train.parquet [--prompts 64 --batch 16 --samples 8 --epochs 3]
                                           [--new-tokens 1024] [--exact] [--out DIR] [--json out.json] [key=value ...]
 
-Both runs train on the first `--prompts` rows with the same seed. The table has, per epoch, the seconds of generation of each run,
-the share of the draft tokens that were accepted, and the reward. "same" is the share of responses with the same text in both runs:
+Both runs train on the first `--prompts` rows with the same seed. The table has, per epoch, the seconds of generation of each run
+(without the first step, in which kernels are compiled), the share of the draft tokens that were accepted, and the reward. "same" is the share of responses with the same text in both runs:
 1 with `--exact`; otherwise rounding may change a token, and every update after it. Further `key=value` arguments are overrides of
 both runs.
 """
@@ -55,10 +55,11 @@ def train(folder: Path, data: Path, drafts: bool, args: argparse.Namespace) -> S
     return steps
 
 
-def of_epoch(plain: Steps, drafted: Steps) -> dict[str, float]:
+def of_epoch(plain: Steps, drafted: Steps, first: int = 0) -> dict[str, float]:
+    """first: of the steps whose seconds count."""
     acceptance = [step["perf/drafts/acceptance"] for step in drafted if "perf/drafts/acceptance" in step]
     pairs = [pair for a, b in zip(plain, drafted) for pair in zip(a["responses"], b["responses"], strict=True)]
-    seconds = [sum(step["timing_s/gen"] for step in steps) for steps in (plain, drafted)]
+    seconds = [sum(step["timing_s/gen"] for step in steps[first:]) for steps in (plain, drafted)]
     return {
         "plain_s": seconds[0],
         "drafts_s": seconds[1],
@@ -91,7 +92,10 @@ def main(argv: list[str] | None = None) -> None:
     pd.read_parquet(args.data).head(args.prompts).to_parquet(data)
     plain, drafted = (train(args.out.absolute() / name, data, name == "drafts", args) for name in ("plain", "drafts"))
     size = len(plain) // args.epochs
-    epochs = [of_epoch(plain[i : i + size], drafted[i : i + size]) for i in range(0, len(plain), size)]
+    epochs = [
+        of_epoch(plain[i : i + size], drafted[i : i + size], first=int(i == 0 and size > 1))
+        for i in range(0, len(plain), size)
+    ]
     names = list(epochs[0])
     print("| epoch |" + "".join(f" {name} |" for name in names))
     print("|---|" + "---|" * len(names))

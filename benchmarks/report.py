@@ -222,6 +222,7 @@ COMMANDS = {
         " actor_rollout_ref.rollout.temperature=0.7",
         "grpo-alone": "grpo_step.py --steps 8 --peer none",
         "grpo-exact": "grpo_step.py --steps 8 --peer none actor_rollout_ref.rollout.exact=true",
+        "grpo-7b-alone": f"{GRPO_7B} --master-dtype bfloat16 --steps 4 --peer none",
         "grpo-7b-exact": f"{GRPO_7B} --master-dtype bfloat16 --steps 4 --peer none actor_rollout_ref.rollout.exact=true",
         "long-1.5b": "long_sequences.py --run 1.5b",
         "long-1.5b-trl": "long_sequences.py --run 1.5b --only-peer --peer trl+vllm"

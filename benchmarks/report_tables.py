@@ -208,7 +208,7 @@ def learning_table(results: "Results") -> list[str]:
 
 def exact_table(results: "Results") -> list[str]:
     lines = ["| GRPO step | default | exact | takes longer by |", "|---|---|---|---|"]
-    for label, default, exact in (("0.5B", "grpo-alone", "grpo-exact"), ("7B", "grpo-7b", "grpo-7b-exact")):
+    for label, default, exact in (("0.5B", "grpo-alone", "grpo-exact"), ("7B", "grpo-7b-alone", "grpo-7b-exact")):
         sides = [results.side(run, "lockstep") for run in (default, exact)]
         cells = [step(side) if side else "not measured" for side in sides]
         ratio = f"{sides[1][STEP] / sides[0][STEP]:.2f}x" if sides[0] and sides[1] else ""

@@ -229,7 +229,7 @@ class PackedGatedDelta(InPlaceGatedDelta):
 
 
 class ScannedGatedDelta(PackedGatedDelta):
-    """With our own kernel for the rule, token after token: no gradient, any dtype."""
+    """With our own kernel for the rule: no gradient, any dtype."""
 
     def packed(self, x: Tensor, bounds: RowBounds, states: RowStates) -> Tensor:
         from lockstep.kernels.delta_scan import delta_scan
