@@ -4,9 +4,9 @@
                                           [--new-tokens 1024] [--exact] [--out DIR] [--json out.json] [key=value ...]
 
 Both runs train on the first `--prompts` rows with the same seed. The table has, per epoch, the seconds of generation of each run
-(without the first step, in which kernels are compiled), the share of the draft tokens that were accepted, and the reward. "same" is the share of responses with the same text in both runs:
-1 with `--exact`; otherwise rounding may change a token, and every update after it. Further `key=value` arguments are overrides of
-both runs.
+(without the first step, in which kernels are compiled), the share of the draft tokens that were accepted, and the reward. "same"
+is the share of responses with the same text in both runs: 1 with `--exact`; otherwise rounding may change a token, and every
+update after it. Further `key=value` arguments are overrides of both runs.
 """
 
 import argparse

@@ -5,7 +5,9 @@
 Problems are collected instead of raised one by one, so that users can fix all of them at once.
 """
 
+import copy
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -22,6 +24,11 @@ from lockstep.config.errors import ConfigError, Problem, nearest, show
 C = TypeVar("C")
 MISSING = "???"
 """Marks a value in a YAML file that must be set on the command line."""
+
+REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\}")
+"""What makes a value follow another key."""
+MAX_REFERENCES = 16
+"""More in a row are left to OmegaConf, which finds circles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +50,18 @@ def keys(cls: type) -> dict[str, Key]:
 
 
 @cache
+def _annotations(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+@cache
 def sections(cls: type) -> dict[str, type]:
     """Every section of `cls`, by dotted name."""
     return {key.name: key.annotation for key in _walk(cls, "") if _is_section(key.annotation)}
 
 
 def _walk(cls: type, section: str) -> Iterator[Key]:
-    types_of = typing.get_type_hints(cls)
+    types_of = _annotations(cls)
     annotations = typing.get_type_hints(cls, include_extras=True)
     for field in dataclasses.fields(cls):
         if field.metadata.get("internal"):
@@ -184,7 +196,7 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
         if is_mapping_key(keys(cls)[name]) and isinstance(value, Mapping) and isinstance(default, Mapping):
             value = {**default, **value}
         set_in(tree, name, value)
-    config = OmegaConf.create(tree)
+    interpolated: Any = None  # the tree in OmegaConf, which is slow: few values need it
     values: dict[str, Any] = {}
     written: dict[str, Any] = {}
     own: list[Problem] = []
@@ -193,9 +205,11 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
         found = own if key.name in given else inherited
         value = text = get_in(tree, key.name, None)
         try:
-            if "${" in str(value) or OmegaConf.is_config(value):  # OmegaConf is slow, and few values need it
+            value = _followed(value, tree)
+            if "${" in str(value) or OmegaConf.is_config(value):
+                interpolated = OmegaConf.create(tree) if interpolated is None else interpolated
                 with noted_variables() as variables:
-                    value = OmegaConf.select(config, key.name)
+                    value = OmegaConf.select(interpolated, key.name)
                     value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
                 if variables:
                     written[key.name] = text
@@ -209,9 +223,43 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
     return values, written, own or inherited
 
 
+def _followed(value: Any, tree: Mapping[str, Any]) -> Any:
+    """`value` with `${key}` replaced by that key's value; unchanged if that takes OmegaConf: resolvers, nested ones, errors."""
+    try:
+        return _resolved(value, tree, MAX_REFERENCES) if isinstance(value, str) and "${" in value else value
+    except _TakesOmegaConf:
+        return value
+
+
+class _TakesOmegaConf(Exception):
+    pass
+
+
+def _resolved(value: Any, tree: Mapping[str, Any], depth: int) -> Any:
+    if "${" not in str(value) and value != MISSING:
+        return copy.deepcopy(value)
+    is_simple = (
+        isinstance(value, str) and value != MISSING and "\\" not in value and "${" not in REFERENCE.sub("", value)
+    )
+    if not is_simple or not depth:
+        raise _TakesOmegaConf
+
+    def target(match: re.Match[str]) -> Any:
+        return _resolved(get_in(tree, match[1], MISSING), tree, depth - 1)
+
+    def as_text(match: re.Match[str]) -> str:
+        found = target(match)
+        if isinstance(found, Mapping | list):
+            raise _TakesOmegaConf
+        return str(found)
+
+    whole = REFERENCE.fullmatch(value)
+    return target(whole) if whole else REFERENCE.sub(as_text, value)
+
+
 def _instantiate(cls: type[C], values: Mapping[str, Any], section: str) -> C:
     arguments: dict[str, Any] = {}
-    for field, annotation in typing.get_type_hints(cls).items():
+    for field, annotation in _annotations(typing.cast(Any, cls)).items():
         name = f"{section}.{field}" if section else field
         if _is_section(annotation):
             arguments[field] = _instantiate(annotation, values, name)

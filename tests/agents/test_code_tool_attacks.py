@@ -25,7 +25,7 @@ def test_the_sandbox_holds_in_conversations(
     keep_state: str, outside: Outside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_TEST_VARIABLE", SECRET)
-    config = f"{{keep_state: {keep_state}, timeout_s: 2, memory_mb: 256, processes: 8, file_mb: 4}}"
+    config = f"{{keep_state: {keep_state}, timeout_s: 4, memory_mb: 256, processes: 8, file_mb: 4}}"
     (tmp_path / "tools").mkdir()
     path = tmp_path / "tools" / "tools.yaml"
     path.write_text(f"tools:\n  - {{class_name: python, config: {config}}}\n")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
-from omegaconf import II
+from omegaconf import II, OmegaConf
 
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
@@ -48,6 +48,43 @@ def test_an_instance_resolves_interpolations() -> None:
     config = to_dataclass(Outer, {"inner": {"rate": "1e-6"}, "names": "one", "pair": [1, 2], "free": {"a": {"b": 1}}})
     assert config == Outer(inner=Inner(rate=1e-6, follows=1e-6), names=["one"], pair=(1.0, 2.0), free={"a": {"b": 1}})
     assert to_dataclass(Outer, to_plain(config)) == config
+
+
+@dataclass(frozen=True)
+class Followers:
+    size: int = 3
+    flag: bool = True
+    rate: float = 1e-6
+    nothing: str | None = None
+    names: list[str] = field(default_factory=lambda: ["a", "b"])
+    free: dict[str, Any] = field(default_factory=lambda: {"a": {"b": [1]}})
+    other: Any = "${flag}"
+    text: Any = None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("${size}", "${free}", "${free.a.b}", "${names}", "${nothing}", "${other}"),
+        *("n${size}/${flag} ${rate} ${nothing}", "${other}${other}", "${oc.decode:'${size}'}", "${names[1]}"),
+    ],
+)
+def test_references_are_those_of_omegaconf(text: str) -> None:
+    expected = OmegaConf.to_container(OmegaConf.create(defaults(Followers) | {"text": text}), resolve=True)
+    assert isinstance(expected, dict)
+    found = to_dataclass(Followers, {"text": text}).text
+    assert found == expected["text"] and type(found) is type(expected["text"])
+
+
+def test_a_copy_is_its_own() -> None:
+    config = to_dataclass(Followers, {"text": "${free}"})
+    config.text["a"]["b"].append(2)
+    assert config.free == {"a": {"b": [1]}}
+
+
+def test_a_circle_is_a_problem() -> None:
+    with pytest.raises(ConfigError, match="interpolation failed"):
+        to_dataclass(Text, {"word": "${text}", "text": "${word}"})
 
 
 @dataclass(frozen=True)
