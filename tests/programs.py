@@ -62,7 +62,7 @@ class Program:
             assert time.monotonic() < end, self.stdout + self.stderr
             if not self.process.is_alive():
                 return False
-            time.sleep(0.002)
+            time.sleep(0.01)
         return True
 
     def signal(self, number: int) -> None:

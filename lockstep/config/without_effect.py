@@ -84,11 +84,13 @@ def notices(reasons: Iterable[Reason], values: Values, tree: Mapping[str, Any]) 
     """One notice per reason that holds and has keys whose value is not the default in `tree`."""
     told: set[str] = set()
     for holds, reason, names in reasons:
+        if not holds:
+            continue
         matching = [
             key for name in names for key in values if key == name or (name[-1] == "." and key.startswith(name))
         ]
         changed = [key for key in matching if key not in told and _is_set(values, key, get_in(tree, key, None))]
-        if holds and changed:
+        if changed:
             told.update(changed)
             listed = ", ".join(f"{key}={values[key]}" for key in changed[:MAX_KEYS])
             more = f" and {len(changed) - MAX_KEYS} more" if len(changed) > MAX_KEYS else ""
