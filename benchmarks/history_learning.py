@@ -56,7 +56,7 @@ def train(folder: Path, data: Path, drafts: bool, args: argparse.Namespace) -> S
 
 
 def of_epoch(plain: Steps, drafted: Steps, first: int = 0) -> dict[str, float]:
-    """first: of the steps whose seconds count."""
+    """first: index of the first step whose seconds count; the other figures are of all steps."""
     acceptance = [step["perf/drafts/acceptance"] for step in drafted if "perf/drafts/acceptance" in step]
     pairs = [pair for a, b in zip(plain, drafted) for pair in zip(a["responses"], b["responses"], strict=True)]
     seconds = [sum(step["timing_s/gen"] for step in steps[first:]) for steps in (plain, drafted)]

@@ -264,7 +264,8 @@ def profile_table(results: "Results") -> list[str]:
         cells = []
         for run in runs.values():
             found = results.side(run, name)
-            cells += [f"{_number(found, 'ms', 1)} ms" if found else "not measured"]
+            none = "0.0 ms" if results.side(run, "step") else "not measured"
+            cells += [f"{_number(found, 'ms', 1)} ms" if found else none]
             cells += [f"{found['tflops']:.0f} TFLOP/s" if found and "tflops" in found else ""]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines

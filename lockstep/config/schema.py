@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import KeyValidationError, OmegaConfBaseException, UnsupportedValueType
 
 from lockstep.config.bounds import Bound
 from lockstep.config.environment import RootConfig, noted_variables
@@ -191,7 +191,14 @@ def build(cls: type[C], data: Mapping[str, Any]) -> tuple[C, list[Problem]]:
 def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Problem]]:
     """The values by key, the text of those that read environment variables, and the problems."""
     tree = defaults(cls)
+    own: list[Problem] = []
+    inherited: list[Problem] = []
     for name, value in given.items():
+        try:
+            value = _plain_data(value)
+        except OmegaConfBaseException as error:
+            own.append(Problem(name, value, _reason(error)))
+            continue
         default = get_in(tree, name, None)
         if is_mapping_key(keys(cls)[name]) and isinstance(value, Mapping) and isinstance(default, Mapping):
             value = {**default, **value}
@@ -199,8 +206,6 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
     interpolated: Any = None  # the tree in OmegaConf, which is slow: few values need it
     values: dict[str, Any] = {}
     written: dict[str, Any] = {}
-    own: list[Problem] = []
-    inherited: list[Problem] = []
     for key in keys(cls).values():
         found = own if key.name in given else inherited
         value = text = get_in(tree, key.name, None)
@@ -215,12 +220,24 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
                     written[key.name] = text
             values[key.name] = coerce(value, key.annotation)
         except OmegaConfBaseException as error:
-            reason = str(error).splitlines()[0]
-            found.append(Problem(key.name, text, f"interpolation failed: {reason}"))
+            found.append(Problem(key.name, text, _reason(error)))
         except Mismatch as error:
             found.append(Problem(key.name, written.get(key.name, value), f"must be {error}"))
     # A key that follows an invalid one is invalid for the same reason: report the one that was set.
     return values, written, own or inherited
+
+
+def _plain_data(value: Any) -> Any:
+    """`value` in dicts, lists and scalars; an error of OmegaConf if it is something else, or a text that cannot be parsed."""
+    if value is None or (isinstance(value, bool | int | float | str) and "${" not in str(value)):
+        return value
+    plain: Any = OmegaConf.to_container(OmegaConf.create({"value": value}), resolve=False)
+    return plain["value"]
+
+
+def _reason(error: OmegaConfBaseException) -> str:
+    reason = str(error).splitlines()[0]
+    return reason if isinstance(error, UnsupportedValueType | KeyValidationError) else f"interpolation failed: {reason}"
 
 
 def _followed(value: Any, tree: Mapping[str, Any]) -> Any:

@@ -8,7 +8,8 @@ With γ the sum of g since the chunk began, S the state before it and u = β (v 
     S = exp(γ_end) S + (exp(γ_end - γ) k)ᵀ u
 
 so all but the inverse of I + A are products. A program holds TILE columns of the state of one row and value head in registers, in
-float32; products round the state and u to tf32 (10 bits) where the inputs are in half precision, else as three products to float32.
+float32; products with the state, u, the inverse or B round to tf32 (10 bits) for inputs in half precision, and are tf32x3 for
+float32.
 Matrices are transposed in the code, so that the state is the left operand: entry (j, i) is key j and token i.
 """
 

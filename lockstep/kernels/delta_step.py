@@ -51,23 +51,22 @@ def _unit(x):
 
 
 @triton.jit
-def load_token(
-    qkv_ptr, x_ptr, token, d, e, key_head, head, x_stride, channels, inside,
+def _load_token(
+    qkv_ptr, x_ptr, token, d, e, key_head, head, x_stride, channels,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """q, k (DK_PADDED,), v (TILE,), b and a of a token; zeros if it is not `inside`."""
+    """q, k (DK_PADDED,), v (TILE,), b and a of a token."""
     qkv = qkv_ptr + token * channels
-    keys = d < tl.where(inside, DK, 0)
-    q = tl.load(qkv + key_head * DK + d, mask=keys, other=0.0)
-    k = tl.load(qkv + (HK + key_head) * DK + d, mask=keys, other=0.0)
-    v = tl.load(qkv + 2 * HK * DK + head * DV + e, mask=e < tl.where(inside, DV, 0), other=0.0)
-    b = tl.load(x_ptr + token * x_stride + channels + head, mask=inside, other=0.0)
-    a = tl.load(x_ptr + token * x_stride + channels + HV + head, mask=inside, other=0.0)
+    q = tl.load(qkv + key_head * DK + d, mask=d < DK, other=0.0)
+    k = tl.load(qkv + (HK + key_head) * DK + d, mask=d < DK, other=0.0)
+    v = tl.load(qkv + 2 * HK * DK + head * DV + e, mask=e < DV, other=0.0)
+    b = tl.load(x_ptr + token * x_stride + channels + head)
+    a = tl.load(x_ptr + token * x_stride + channels + HV + head)
     return q, k, v, b, a
 
 
 @triton.jit
-def next_state(state, q, k, v, b, a, rate, dt_bias, scale):
+def _next_state(state, q, k, v, b, a, rate, dt_bias, scale):
     """The state (DK_PADDED, TILE) after a token, and its output (TILE,) in float32. rate: exp(A_log)."""
     beta = (1.0 / (1.0 + tl.exp(-b.to(tl.float32)))).to(b.dtype).to(tl.float32)
     dt = a.to(tl.float32) + dt_bias
@@ -90,15 +89,13 @@ def _rule(
     d = tl.arange(0, DK_PADDED)
     e = tl.program_id(2) * TILE + tl.arange(0, TILE)
     key_head = head // (HV // HK)
-    q, k, v, b, a = load_token(
-        qkv_ptr, x_ptr, row, d, e, key_head, head, x_stride, channels, row >= 0, HK, HV, DK, DV
-    )  # fmt: skip
+    q, k, v, b, a = _load_token(qkv_ptr, x_ptr, row, d, e, key_head, head, x_stride, channels, HK, HV, DK, DV)
     rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     at = state_ptr + (slot * HV + head) * (DK * DV) + d[:, None] * DV + e[None, :]
     inside = (d < DK)[:, None] & (e < DV)[None, :]
-    state, out = next_state(tl.load(at, mask=inside, other=0.0), q, k, v, b, a, rate, dt_bias, scale)
+    state, out = _next_state(tl.load(at, mask=inside, other=0.0), q, k, v, b, a, rate, dt_bias, scale)
     tl.store(at, state, mask=inside)
     tl.store(out_ptr + (row * HV + head) * DV + e, out.to(out_ptr.dtype.element_ty), mask=e < DV)
 

@@ -8,7 +8,7 @@ from omegaconf import II, OmegaConf
 
 from lockstep.config.errors import ConfigError
 from lockstep.config.ppo import PPOConfig
-from lockstep.config.schema import coerce, defaults, keys, leaves, sections, to_dataclass, to_plain
+from lockstep.config.schema import as_written, coerce, defaults, keys, leaves, sections, to_dataclass, to_plain
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,29 @@ def test_a_copy_is_its_own() -> None:
     config = to_dataclass(Followers, {"text": "${free}"})
     config.text["a"]["b"].append(2)
     assert config.free == {"a": {"b": [1]}}
+
+
+def test_malformed_text_is_the_problem_of_its_key_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TEST_VARIABLE", "x")
+    with pytest.raises(ConfigError, match=r"text=\$\{: interpolation failed") as caught:
+        to_dataclass(Followers, {"text": "${", "other": "${oc.env:LOCKSTEP_TEST_VARIABLE}"})
+    assert [problem.key for problem in caught.value.problems] == ["text"]
+
+
+@pytest.mark.parametrize("value", [len, {"f": len}, [{1}], {"a": {None: 1}}])
+def test_what_is_not_plain_data_is_a_problem(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        to_dataclass(Followers, {"text": value})
+    assert [problem.key for problem in caught.value.problems] == ["text"]
+
+
+def test_variables_behind_a_nested_config_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TEST_VARIABLE", "secret")
+    nested = {"d": OmegaConf.create({"k": "${oc.env:LOCKSTEP_TEST_VARIABLE}"})}
+    settings = {"custom_reward_function": {"reward_kwargs": nested}}
+    settings["trainer"] = {"experiment_name": "${custom_reward_function.reward_kwargs.d.k}"}
+    config = to_dataclass(PPOConfig, settings)
+    assert config.trainer.experiment_name == "secret" and "secret" not in str(as_written(config))
 
 
 def test_a_circle_is_a_problem() -> None:

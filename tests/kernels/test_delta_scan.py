@@ -58,7 +58,7 @@ def test_rows_equal_the_torch_form(
 
 @torch.no_grad()
 def test_repeated_tokens_amplify_no_rounding() -> None:
-    """Equal keys, a gate of 1 and no decay: entries of the inverse are 0 and 1, the powers of its matrix are in the thousands."""
+    """Equal keys, a gate of 1 and no decay: entries of the inverse are 0, 1 and -1, those of the powers in the thousands."""
     torch.manual_seed(0)
     mixer = Mixer(1, 2, 16, 16, 4, torch.float32)
     mixer.A_log.fill_(-20.0)
