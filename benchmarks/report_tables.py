@@ -45,7 +45,8 @@ def step(figures: Side) -> str:
     phases = {"generation": "gen_s", "update": "update_actor_s", "weights and proof": "update_weights_s"}
     parts = [f"{name} {figures[key]:.2f}" for name, key in phases.items() if figures.get(key)]
     memory = f"{figures['peak_gb']:.1f} GB" if figures.get("peak_gb") else ""
-    time = f"{figures['step_s']:.{2 if figures['step_s'] < 10 else 1}f} s"
+    digits = 2 if figures["step_s"] < 10 else 1
+    time = f"{figures['step_s']:.{digits}f} s"
     return (
         time
         + (f": {', '.join(parts)}" if parts else "")

@@ -211,7 +211,7 @@ def _typed_values(cls: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
         value = text = get_in(tree, key.name, None)
         try:
             value = _followed(value, tree)
-            if "${" in str(value) or OmegaConf.is_config(value):
+            if "${" in str(value):
                 interpolated = OmegaConf.create(tree) if interpolated is None else interpolated
                 with noted_variables() as variables:
                     value = OmegaConf.select(interpolated, key.name)
@@ -249,10 +249,11 @@ def _followed(value: Any, tree: Mapping[str, Any]) -> Any:
 
 
 class _TakesOmegaConf(Exception):
-    pass
+    """A text that is more than references to plain values."""
 
 
 def _resolved(value: Any, tree: Mapping[str, Any], depth: int) -> Any:
+    """`value` without references, of which at most `depth` in a row are followed."""
     if "${" not in str(value) and value != MISSING:
         return copy.deepcopy(value)
     is_simple = (

@@ -21,7 +21,8 @@ from torch import Tensor
 CHUNK = 16
 """Tokens at a time: the smallest product of the matrix units, and an inverse that is short to compute."""
 TILE = 128
-"""Columns of the state per program. Of the tiles of 32, 64 and 128 with 2, 4 and 8 warps, 128 with 4 are the fastest on an H200."""
+"""Columns of the state per program. Of the tiles of 32, 64 and 128 with 2, 4 and 8 warps, 128 with 4 are the fastest on an H200.
+With Triton 3.6, 64 with 8 warps gave wrong results there: test another choice on the GPU."""
 
 
 @triton.jit

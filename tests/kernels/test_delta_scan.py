@@ -1,4 +1,4 @@
-"""The delta rule over packed rows, a chunk of tokens after the other, against transformers' chunks of tokens."""
+"""The delta rule over packed rows, chunk by chunk, against transformers' chunks of tokens."""
 
 import numpy as np
 import pytest
