@@ -227,7 +227,7 @@ COMMANDS = {
         "long-1.5b": "long_sequences.py --run 1.5b",
         "long-1.5b-trl": "long_sequences.py --run 1.5b --only-peer --peer trl+vllm"
         " --peer-setting vllm_gpu_memory_utilization=0.4 --peer-python {trl}",
-        "long-7b": "long_sequences.py --run 7b-lora",
+        "long-7b": "long_sequences.py --run 7b-lora --prompts 2",
         "profile-1.5b": "train_profile.py --shape 1.5b --tokens 33024 --length 33024 --checkpointing",
         "profile-7b": "train_profile.py --shape 7b --tokens 16384 --length 512 --checkpointing",
     },

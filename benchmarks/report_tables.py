@@ -149,7 +149,7 @@ ROWS: dict[str, list[Row]] = {
     ],
     "long": [
         Row("1.5B, all parameters", "long-1.5b", STEP, "trl+vllm", "1.5b", peer_run="long-1.5b-trl"),
-        Row("7B, LoRA of rank 32", "long-7b", STEP, "", "7b-lora"),
+        Row("7B, LoRA of rank 32, 2 prompts", "long-7b", STEP, "", "7b-lora"),
     ],
 }
 # fmt: on
@@ -234,7 +234,7 @@ def memory_table(results: "Results") -> list[str]:
     lines = ["| | generation planned | measured | update planned | measured |", "|---|---|---|---|---|"]
     for label, run, case in (
         ("1.5B, all parameters", "long-1.5b", "1.5b"),
-        ("7B, LoRA of rank 32", "long-7b", "7b-lora"),
+        ("7B, LoRA of rank 32, 2 prompts", "long-7b", "7b-lora"),
     ):
         found = results.side(run, "lockstep", case)
         cells = (
