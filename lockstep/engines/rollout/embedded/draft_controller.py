@@ -41,6 +41,10 @@ MAX_CAPTURE_S = 0.5
 """A first step that takes longer also compiles kernels, once for all sizes."""
 MAX_TRIED_SIZES = 16
 """Sizes for which the gain is estimated before drafts are looked for."""
+CALIBRATION_SHARE = 0.1
+"""Share of a window in what is known of the curves' errors."""
+FORGETTING_SHARE = 0.01
+"""Share of that which is forgotten per decision against drafts, so that they are tried again."""
 USELESS_ACCEPTANCE = 0.05
 USELESS_TOKENS = 4096
 """Draft tokens in a row with less than that acceptance after which the history is dropped."""
@@ -143,6 +147,7 @@ class DraftController:
     capture_s:        seconds that the first step of a size takes longer; 0 until that was seen.
     has_paid:         whether the last window had drafts that were expected to pay. Then the next search needs no estimate: nothing
                       that decodes is in flight, and it takes hardly longer than what follows.
+    is_fresh:         whether nothing was decided from a curve since `begin`.
     waits:            whether drafts would pay if the best size were captured, but nothing is drafted until that pays, too.
     """
 
@@ -159,6 +164,10 @@ class DraftController:
         self._num_plain = 0  # windows since the last step with drafts or probe
         self._num_skipped = 0
         self._num_to_skip = 0  # windows before drafts are looked for again
+        self._curve: np.ndarray | None = None
+        self._expected = 0.0  # right drafts per row and step, when drafts were last chosen from a curve
+        self._calibration = 1.0  # of the curves: drafts that were right, over those that were expected
+        self.is_fresh = True
         self._useless = Acceptance()
         self.use_sizes(sizes)
 
@@ -223,6 +232,8 @@ class DraftController:
         self.coverage = 1.0
         self._num_skipped = self._num_to_skip = 0
         self.has_paid = self.waits = False
+        self.is_fresh = True
+        self._curve = None
 
     def is_useless(self) -> bool:
         """Whether drafts were hardly ever accepted for long; asks again from now on."""
@@ -269,6 +280,43 @@ class DraftController:
         gains_S = self.coverage * (rates_N1 * (1 - rates_N1**lengths_S) / (1 - rates_N1)).sum(0)
         return bool(self._speedup(num_rows, gains_S, sizes_S).max() > MIN_SPEEDUP)
 
+    @property
+    def survey_is_due(self) -> bool:
+        """Whether to find out, with the next plain window, what drafts would give."""
+        return self._num_skipped >= self._num_to_skip
+
+    def note_curve(self, curve: np.ndarray) -> None:
+        """What the decoder expects of the drafts that it finds: numbers of draft tokens, the likeliest first, each followed by how
+        many of them are expected to be right; and the number of rows that they are for."""
+        self._curve = curve if curve[-1] else None
+
+    def note_expected(self, num_rows: int, num_accepted: int) -> None:
+        """What became of drafts that were chosen from a curve. num_rows: of all steps."""
+        if num_rows and self._expected:
+            ratio = min(num_accepted / num_rows / self._expected, MAX_SURPRISE)
+            self._calibration += CALIBRATION_SHARE * (ratio - self._calibration)
+
+    def size_for(self, num_rows: int, num_steps: int) -> int:
+        """Tokens of each of the next `num_steps` steps, for which the decoder finds drafts; 0 for plain steps."""
+        self.waits = False
+        if self._curve is None or not self.plain.num_measured or num_rows >= self.max_tokens:
+            return 0
+        curve = self._curve[:-1] * num_rows / self._curve[-1]
+        num_drafts, gains = curve[::2], curve[1::2]
+        sizes_S = self._sizes(num_rows, int(num_drafts[-1]))
+        self.is_fresh = False
+        if len(sizes_S):
+            gains_S = np.interp(sizes_S - num_rows, num_drafts, gains)
+            place = self._choose(num_rows, self._calibration * gains_S, sizes_S, num_steps)
+            if place is not None:
+                self._num_to_skip = 0
+                self._expected = float(gains_S[place]) / num_rows
+                return int(sizes_S[place])
+        self._calibration += FORGETTING_SHARE * (1 - self._calibration)
+        self._curve = None
+        self.note_search(0, 0, pays=False)
+        return 0
+
     def lengths(self, rows: Sequence[Acceptance], available: Sequence[int]) -> list[int]:
         """How many of each row's `available` drafts to compute."""
         self.waits = False
@@ -309,8 +357,11 @@ class DraftController:
         last = bisect_left(self.sizes, num_rows + num_available, lo=first)
         return self._sizes_S[first : last + 1] if num_available > 0 else self._sizes_S[:0]
 
-    def _choose(self, num_rows: int, gains_S: np.ndarray, sizes_S: np.ndarray) -> int | None:
-        """The place of the best size, or of the best one at hand if no capture pays yet; None for a plain step."""
+    def _choose(self, num_rows: int, gains_S: np.ndarray, sizes_S: np.ndarray, num_steps: int = 1) -> int | None:
+        """The place of the best size, or of the best one at hand if no capture pays yet; None for a plain step.
+
+        num_steps: that will have the size.
+        """
         speedups_S = self._speedup(num_rows, gains_S, sizes_S)
         if speedups_S.max() <= MIN_SPEEDUP:
             return None
@@ -322,7 +373,7 @@ class DraftController:
         if at_hand is None:
             num_plain, share = float(STEPS_BETWEEN_SEARCHES), 1.0
         else:
-            num_plain, share = 1 + gains_S[at_hand] / num_rows, 1 / ready_S[at_hand]
+            num_plain, share = num_steps * (1 + gains_S[at_hand] / num_rows), 1 / ready_S[at_hand]
         saved_S = num_plain * plain_s * np.where(is_ready_S, 0.0, share - 1 / speedups_S)
         first = int(np.searchsorted(self._sizes_S, sizes_S[0]))
         missed_S = self._missed_s[first : first + len(sizes_S)]

@@ -38,6 +38,8 @@ class KeptTokens:
 
     tokens: list[list[int]]
     log_probs: list[list[float]]
+    curve: None = None
+    counts: None = None
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
         return self.tokens, self.log_probs

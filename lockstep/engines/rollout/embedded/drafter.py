@@ -45,6 +45,16 @@ class DraftTotals:
     saved_s: float = 0.0
 
 
+@dataclass(frozen=True)
+class DraftCounts:
+    """Of some steps: rows that had not ended, the tokens that they gave, draft tokens, and rows whose drafts were not all right."""
+
+    num_rows: int
+    num_sampled: int
+    num_drafted: int
+    num_failed: int
+
+
 @dataclass(slots=True)
 class _Tracked:
     """A sequence that is followed."""
@@ -131,6 +141,16 @@ class Drafter:
         controller.note_search(len(found), num_with_draft, pays=any(chosen), is_probe=is_probe)
         return {t.sequence.index: draft[:n] for t, draft, n in zip(tracked, found, chosen) if n}
 
+    def note_steps(self, size: int, num_steps: int, num_rows: int, counts: DraftCounts, seconds: float | None) -> None:
+        """Steps of `size` tokens with drafts that the decoder found, for at most `num_rows` rows."""
+        self.controller.note_step(size, None if seconds is None else seconds / num_steps)
+        num_accepted = counts.num_sampled - counts.num_rows
+        self.controller.note_expected(counts.num_rows, num_accepted)
+        self.controller.note_accepted(counts.num_rows, num_accepted, counts.num_failed)
+        self._count(num_steps, counts)
+        if seconds is not None:
+            self.totals.saved_s += self.controller.saved_seconds(num_rows, counts.num_sampled, seconds)
+
     def note_step(
         self, rows: Rows[tuple[Sequence, int]], drafts: Mapping[int, list[int]], seconds: float | None
     ) -> None:
@@ -148,17 +168,12 @@ class Drafter:
             if tracked is not None:
                 tracked.acceptance.add(num_new - 1, has_failed, ROW_DECAY)
         num_rows, num_sampled = len(rows), sum(num_new for _, num_new in rows)
-        num_accepted = num_sampled - num_rows
-        controller, totals = self.controller, self.totals
+        controller = self.controller
         controller.note_step(num_rows + num_drafted, seconds)
-        controller.note_accepted(len(drafts), num_accepted, num_failed)
-        totals.num_steps += 1
-        totals.num_rows += num_rows
-        totals.num_sampled += num_sampled
-        totals.num_drafted += num_drafted
-        totals.num_accepted += num_accepted
+        controller.note_accepted(len(drafts), num_sampled - num_rows, num_failed)
+        self._count(1, DraftCounts(num_rows, num_sampled, num_drafted, num_failed))
         if seconds is not None:
-            totals.saved_s += controller.saved_seconds(num_rows, num_sampled, seconds)
+            self.totals.saved_s += controller.saved_seconds(num_rows, num_sampled, seconds)
 
     def note_capture(self, seconds: float, has_drafts: bool) -> None:
         """What `Decoder.prepare` took for a window, with drafts or without, whose step takes longer than later ones."""
@@ -194,6 +209,14 @@ class Drafter:
             metrics["perf/drafts/acceptance"] = totals.num_accepted / totals.num_drafted
             metrics["perf/drafts/tokens_per_step"] = totals.num_sampled / totals.num_rows
         return metrics
+
+    def _count(self, num_steps: int, counts: DraftCounts) -> None:
+        totals = self.totals
+        totals.num_steps += num_steps
+        totals.num_rows += counts.num_rows
+        totals.num_sampled += counts.num_sampled
+        totals.num_drafted += counts.num_drafted
+        totals.num_accepted += counts.num_sampled - counts.num_rows
 
     def _find(self, tracked: _Tracked) -> list[int]:
         sequence = tracked.sequence

@@ -45,6 +45,8 @@ _ANSWER_BYTES = 128
 _INDEX_BYTES = 640
 """Bytes of the Python objects that hold a prompt, an answer and an index, without their contents."""
 
+_NO_ANSWERS: list[np.ndarray] = []
+
 
 EndedAnswers = dict[bytes, list[np.ndarray]]
 """By prompt. A list is replaced when an answer is added, so that this stays as it is."""
@@ -218,12 +220,14 @@ class AnswerHistory:
 
     num_bytes: of ended answers and indices.
     index_s:   seconds spent on indices so far.
+    version:   changes with the ended answers.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self.index_s = 0.0
+        self.version = 0
         self._prompts: OrderedDict[bytes, PromptAnswers] = OrderedDict()  # least recently used first
         self._used_now: set[bytes] = set()  # keys since the last `end_step`
 
@@ -232,10 +236,16 @@ class AnswerHistory:
 
     def add(self, key: bytes, tokens: Sequence[int] | np.ndarray) -> None:
         """An answer that has ended, by itself or not."""
+        self.version += 1
         prompt = self._used(key)
         prompt.answers = [*prompt.answers, np.array(tokens, dtype=np.int32)][-MAX_ANSWERS:]
         prompt.num_ended_tokens = sum(map(len, prompt.answers))
         self._count(prompt)
+
+    def answers(self, key: bytes) -> list[np.ndarray]:
+        """Ended answers to a prompt, the latest last; the list never changes."""
+        prompt = self._prompts.get(key)
+        return _NO_ANSWERS if prompt is None else prompt.answers
 
     def follow(self, key: bytes, name: int, tokens: list[int], start: int) -> None:
         """Draft from a sequence that still runs, too. tokens: its own list, in which the answer begins at `start`."""
@@ -289,6 +299,7 @@ class AnswerHistory:
         self._used_now.clear()
 
     def clear(self) -> None:
+        self.version += 1
         self._prompts.clear()
         self._used_now.clear()
         self.num_bytes = 0

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.protocol.generation import SamplingParams
+from lockstep.utils.device import HostCopy
 
 _MASK_64 = (1 << 64) - 1
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -45,12 +46,15 @@ class SampledTokens:
 
     tokens, log_probs: (steps, columns); token -1 if a sequence had stopped before.
     columns:           the column of each sequence.
+    curve:             what drafts of the sequences are expected to give, see `DraftController.note_curve`; None if unknown.
     """
 
     tokens: Tensor
     log_probs: Tensor
     columns: list[int]
     ready: torch.cuda.Event | None = None
+    curve: HostCopy | None = None
+    counts: None = None
 
     @property
     def num_steps(self) -> int:

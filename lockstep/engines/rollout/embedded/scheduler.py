@@ -67,16 +67,25 @@ class PrefillStep:
 
 @dataclass
 class DecodeWindow:
-    """Several decode steps, or one with draft tokens.
+    """Several decode steps, with or without draft tokens.
 
     rows:   each sequence with the most tokens that it samples.
     copies: (source, target) blocks to copy before the first step.
-    drafts: draft tokens by the sequence's index; none for a window of plain steps.
+    drafts: draft tokens by the sequence's index, if the host has found them: the window is one step. None in other windows.
+    draft_size, draft_steps: tokens per step and steps of a window for which the decoder finds drafts; 0 in other windows.
+    is_surveyed: whether a window of plain steps also finds out what drafts would give.
     """
 
     rows: list[tuple[Sequence, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     drafts: Mapping[int, list[int]] = field(default_factory=dict)
+    draft_size: int = 0
+    draft_steps: int = 0
+    is_surveyed: bool = False
+
+    @property
+    def has_drafts(self) -> bool:
+        return bool(self.drafts) or self.draft_size > 0
 
     @property
     def num_steps(self) -> int:
@@ -203,6 +212,16 @@ class Scheduler:
         """
         rows = [(s, 1 + len(drafts.get(s.index, ()))) for s in sequences]
         return self._window(rows, drafts, fits=True) if self._fits(rows) else None
+
+    def schedule_draft_steps(self, num_steps: int, size: int, max_draft: int) -> DecodeWindow | None:
+        """Steps of `size` tokens for every decoding sequence, drafts among them; None if the most tokens that they may give do
+        not fit. max_draft: most draft tokens of a sequence per step, which it may get once others have ended."""
+        rows = self._decodable(num_steps * (1 + max_draft))
+        if not 0 < len(rows) < size or not self._fits(rows):
+            return None
+        window = self._window(rows, {}, fits=True)
+        window.draft_size, window.draft_steps = size, num_steps
+        return window
 
     def schedule_decode(self, num_steps: int) -> DecodeWindow:
         """Up to `num_steps` steps for every decoding sequence, with their blocks allocated."""

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from lockstep.engines.rollout.embedded.cpu.decoder import CpuDecoder
 from lockstep.engines.rollout.embedded.draft_controller import STEPS_BETWEEN_SEARCHES
-from lockstep.engines.rollout.embedded.draft_step import KeptTokens
-from lockstep.engines.rollout.embedded.drafter import Drafter
+from lockstep.engines.rollout.embedded.drafter import DraftCounts, Drafter
 from lockstep.engines.rollout.embedded.memory_limits import MemoryLimits
 from lockstep.engines.rollout.embedded.model_runner import ModelRunner
 from lockstep.engines.rollout.embedded.prefill import PrefillInputs
@@ -31,18 +30,46 @@ from lockstep.engines.rollout.embedded.scheduler import DecodeWindow, PrefillSte
 from lockstep.engines.rollout.embedded.sequence import Sequence
 from lockstep.engines.rollout.rollout_engine import shortage_of
 from lockstep.protocol.generation import first_routes
+from lockstep.utils.device import HostCopy
 
 now = time.perf_counter
 
+DRAFT_STEPS = 4
+"""Steps of a window for which the decoder finds drafts. Between windows it is decided how many drafts pay."""
+FIRST_STEPS = 2
+"""Steps of plain windows before it is known what drafts would give."""
+
+
+class StepOutputs(Protocol):
+    """What a launch samples."""
+
+    @property
+    def curve(self) -> HostCopy | None:
+        """Of `draft_rows.allot`, if it is known."""
+
+    @property
+    def counts(self) -> DraftCounts | None:
+        """Of steps for which the decoder found drafts."""
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens and log-probs of each sequence; a sequence that stops has fewer, or -1 after its last token."""
+
 
 class Decoder(Protocol):
-    """max_in_flight: launches whose outputs may stay unread; num_steps: most steps per window."""
+    """
+    max_in_flight: launches whose outputs may stay unread.
+    num_steps:     most steps per window.
+    finds_drafts:  whether it finds the drafts of a window itself, for several steps; else the host finds those of one step.
+    """
 
     @property
     def max_in_flight(self) -> int: ...
 
     @property
     def num_steps(self) -> int: ...
+
+    @property
+    def finds_drafts(self) -> bool: ...
 
     def sample_first(self, sequences: Rows[Sequence], logits_NV: Tensor) -> SampledTokens:
         """One token per sequence, after its prefill."""
@@ -53,8 +80,8 @@ class Decoder(Protocol):
     def run(self, window: DecodeWindow) -> SampledTokens:
         """The steps of the window, or fewer. May reorder `window.rows`."""
 
-    def run_drafts(self, window: DecodeWindow) -> KeptTokens:
-        """The step of a window with drafts. Reorders `window.rows`."""
+    def run_drafts(self, window: DecodeWindow) -> StepOutputs:
+        """The steps of a window with drafts. May reorder `window.rows`."""
 
     def reset(self) -> None:
         """Drop all sequences."""
@@ -68,12 +95,18 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class Launch:
-    """rows: each sequence with the most tokens that it samples. num_steps: 0 for a prefill. started: by the clock of `now`."""
+    """
+    rows:       each sequence with the most tokens that it samples.
+    num_steps:  0 for a prefill.
+    draft_size: tokens per step if the decoder finds drafts, else 0.
+    started:    by the clock of `now`.
+    """
 
     rows: list[tuple[Sequence, int]]
-    sampled: SampledTokens | KeptTokens
+    sampled: StepOutputs
     num_steps: int
     drafts: Mapping[int, list[int]]
+    draft_size: int
     started: float
 
 
@@ -128,7 +161,7 @@ class StepLoop:
                 self._max_model_len,
                 self._use_graphs,
                 self._max_stop_ids,
-                draft_sizes=() if self.drafter is None else self.drafter.controller.sizes,
+                self.drafter,
             )
 
     def reset(self) -> None:
@@ -173,10 +206,16 @@ class StepLoop:
         started = now()
         num_steps = decoder.num_steps
         window: DecodeWindow | None = None
-        if self.drafter is not None and self.drafter.is_due(sequences := self.scheduler.decodable()):
+        if self.drafter is not None and decoder.finds_drafts:
+            controller = self.drafter.controller
+            if size := controller.size_for(len(self.scheduler.decodable()), DRAFT_STEPS):
+                window = self.scheduler.schedule_draft_steps(DRAFT_STEPS, size, controller.max_draft_tokens)
+            if controller.is_fresh:
+                num_steps = FIRST_STEPS
+        elif self.drafter is not None and self.drafter.is_due(sequences := self.scheduler.decodable()):
             if self.drain():
                 sequences = self.scheduler.decodable()
-            # between steps with drafts the device waits: what the host did since the last one is part of this one
+            # between steps with drafts nothing is computed: what the host did since the last one is part of this one
             started = self._last_read if self._had_drafts else now()
             drafts = self.drafter.drafts(sequences)
             started += self.drafter.take_index_seconds()  # once per prompt, not per step
@@ -184,6 +223,8 @@ class StepLoop:
             window = self.scheduler.schedule_drafts(sequences, drafts) if drafts else None
         if window is None:
             window = self.scheduler.schedule_decode(num_steps)
+            if self.drafter is not None and decoder.finds_drafts:
+                window.is_surveyed = self.drafter.controller.survey_is_due
         if window.rows and (shortage := self._shortage_of(lambda: self._run_window(window, decoder, started))):
             self._retreat_from_window(window, decoder, shortage)
         elif window.drafts:
@@ -203,16 +244,19 @@ class StepLoop:
         began = now()
         is_delayed = decoder.prepare(window)
         if is_delayed and self.drafter is not None:
-            self.drafter.note_capture(now() - began, bool(window.drafts))
+            self.drafter.note_capture(now() - began, window.has_drafts)
+        sampled: StepOutputs
         if window.drafts:
-            kept = decoder.run_drafts(window)
-            window.keep([len(tokens) for tokens in kept.tokens])
-            launch = Launch(window.rows, kept, 1, window.drafts, started)
+            sampled, num_steps = decoder.run_drafts(window), 1
         else:
             started = now()  # what came before is done while the device computes, or was a search that found nothing
-            sampled = decoder.run(window)
-            window.truncate(sampled.num_steps)
-            launch = Launch(window.rows, sampled, sampled.num_steps, window.drafts, started)
+            if window.draft_size:
+                sampled, num_steps = decoder.run_drafts(window), window.draft_steps
+            else:
+                sampled = plain = decoder.run(window)
+                num_steps = plain.num_steps
+                window.truncate(num_steps)
+        launch = Launch(window.rows, sampled, num_steps, window.drafts, window.draft_size, started)
         if is_delayed:
             self._last_delay = now()
         self._had_drafts = bool(window.drafts)
@@ -235,7 +279,7 @@ class StepLoop:
             for sequence in inputs.samplers:
                 sequence.num_unread += 1
             rows = [(sequence, 1) for sequence in inputs.samplers]
-            self._in_flight.append(Launch(rows, sampled, num_steps=0, drafts={}, started=now()))
+            self._in_flight.append(Launch(rows, sampled, num_steps=0, drafts={}, draft_size=0, started=now()))
 
     def _retreat_from_prefill(self, prefill: PrefillStep, decoder: Decoder, shortage: str) -> None:
         """Take the step back, and lower the limit on tokens or, if they were computed, on sequences."""
@@ -257,9 +301,10 @@ class StepLoop:
         # copies not made: the blocks of some sequences are incomplete; steps that did run have changed the states
         if window.copies or self.scheduler.has_states:
             self.scheduler.preempt_above(0)
-        if window.drafts:
+        if window.has_drafts:
             assert self.drafter is not None
-            self.drafter.lower_tokens(len(window.rows) + sum(map(len, window.drafts.values())), shortage)
+            num_tokens = window.draft_size or len(window.rows) + sum(map(len, window.drafts.values()))
+            self.drafter.lower_tokens(num_tokens, shortage)
         elif not self.limits.lower_seqs(len(window.rows), shortage) and not decoder.disable_graphs():
             self.limits.shrink_cache(self.runner, shortage)
 
@@ -287,13 +332,14 @@ class StepLoop:
         began, self._last_read = max(launch.started, self._last_read), now()
         if self.drafter is not None:
             is_usual = self._last_delay <= began
-            self._note_times(self.drafter, launch, self._last_read - began if is_usual else None)
+            self._note(self.drafter, launch, outputs[0], self._last_read - began if is_usual else None)
         for (sequence, count), tokens, log_probs in zip(launch.rows, *outputs):
             if sequence.stop_reason is not None:
                 continue  # launched before its end was read
             sequence.num_unread -= count
-            if tokens[-1] < 0:
+            if tokens and tokens[-1] < 0:
                 tokens = tokens[: tokens.index(-1)]
+            sequence.num_computed -= count - len(tokens)  # with drafts it may have sampled fewer
             sequence.append(tokens, log_probs[: len(tokens)])
             if sequence.stop_reason is not None:
                 self.scheduler.finish(sequence)
@@ -301,9 +347,15 @@ class StepLoop:
                 if self.drafter is not None:
                     self.drafter.end(sequence)
 
-    def _note_times(self, drafter: Drafter, launch: Launch, seconds: float | None) -> None:
-        """seconds: of the launch; None if it was delayed."""
+    def _note(self, drafter: Drafter, launch: Launch, tokens: list[list[int]], seconds: float | None) -> None:
+        """Tell the drafter. tokens: what the launch sampled. seconds: that it took; None if it was delayed."""
+        sampled = launch.sampled
         if launch.drafts:
-            drafter.note_step(launch.rows, launch.drafts, seconds)
+            rows = [(sequence, len(new)) for (sequence, _), new in zip(launch.rows, tokens)]
+            drafter.note_step(rows, launch.drafts, seconds)
+        elif counts := sampled.counts:
+            drafter.note_steps(launch.draft_size, launch.num_steps, len(launch.rows), counts, seconds)
         elif launch.num_steps and seconds is not None:
             drafter.note_window(len(launch.rows), launch.num_steps, seconds)
+        if curve := sampled.curve:
+            drafter.controller.note_curve(curve.read().numpy())

@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
 
 
 class CpuDecoder:
+    finds_drafts = False
     max_in_flight = 0
     num_steps = 32
 

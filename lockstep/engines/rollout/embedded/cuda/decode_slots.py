@@ -90,10 +90,6 @@ class DecodeSlots:
             self.host_options[slot] = params.temperature, params.top_p, params.min_p
         return [self._assigned[_key(s)][0] for s in sequences]
 
-    def outdate(self, slots: Rows[int]) -> None:
-        """The host gave the sequences in these slots tokens that the device does not know."""
-        self._outdated.update(slots)
-
     def set_states(self, sequences: Rows[Sequence], slots: Rows[int]) -> None:
         """Upload the states that are not up to date."""
         new = [(sequence, slot) for sequence, slot in zip(sequences, slots) if slot in self._outdated]

@@ -43,6 +43,7 @@ class DecodeGraphs:
     """
     max_model_len: longest sequence, which bounds the attention splits of a row.
     use_graphs:    if false, or if the model cannot be captured, every step is launched op by op.
+    step:          row of the outputs that the last step wrote.
     """
 
     def __init__(self, runner: ModelRunner, slots: DecodeSlots, max_model_len: int, use_graphs: bool) -> None:
@@ -50,6 +51,7 @@ class DecodeGraphs:
         self.slots = slots
         self.max_splits = min(MAX_SPLITS, -(-max_model_len // TILE))
         self.use_graphs = use_graphs
+        self.step = slots.step
         self._stream = torch.cuda.Stream(slots.device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._routes: dict[tuple[int, bool], Tensor | None] = {}  # where each graph leaves `runner.routes`
@@ -87,7 +89,7 @@ class DecodeGraphs:
 
     def run(self, num_rows: int, filtered: bool, num_steps: int) -> None:
         """Sample `num_steps` tokens per row into the outputs of the slots, from step 0 on."""
-        self.slots.step.fill_(-1)
+        self.step.fill_(-1)
         size = self.size_of(num_rows)
         graph = self._graphs.get((size, filtered))
         for _ in range(num_steps):
