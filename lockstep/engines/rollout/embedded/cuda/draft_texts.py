@@ -102,17 +102,25 @@ class DraftTexts:
             keys = set(slots_of)
             self._upload_answers(keys)
         self._known = {key: self._history.answers(key) for key in slots_of}
-        rows, segments = [], []
-        for key in keys & slots_of.keys():
-            ended = [self._ended[id(a)] for a in self._known[key] if id(a) in self._ended]
-            places = [(first, first + len(answer)) for answer, first in ended[MAX_LIVE - MAX_SEGMENTS :]]
-            for slot in slots_of[key]:
-                siblings = [other for other in slots_of[key] if other != slot]
-                own = places + [(live, LIVE) for live in [*siblings[: MAX_LIVE - 1], slot]]
-                rows.append(slot)
-                segments.append(own + [(0, 0)] * (MAX_SEGMENTS - len(own)))
-        if rows:
+        written = [key for key in keys if key in slots_of]
+        if written:
+            rows = [slot for key in written for slot in slots_of[key]]
+            segments = np.concatenate([self._segments_of(key, slots_of[key]) for key in written])
             self.segments.index_copy_(0, self._upload(rows), self._upload(segments))
+
+    def _segments_of(self, key: bytes, slots: list[int]) -> np.ndarray:
+        """(slots, MAX_SEGMENTS, 2): the latest ended answers, then running sequences with the same prompt, last the own one."""
+        ended = [self._ended[id(a)] for a in self._known[key] if id(a) in self._ended]
+        places = [(first, first + len(answer)) for answer, first in ended[MAX_LIVE - MAX_SEGMENTS :]]
+        live = np.array([(slot, LIVE) for slot in slots])
+        num_live = min(len(slots), MAX_LIVE)
+        segments = np.zeros((len(slots), MAX_SEGMENTS, 2), np.int64)
+        stop = len(places) + num_live
+        segments[:, :stop] = [*places, *live[:num_live]]
+        swapped = np.arange(num_live)
+        segments[swapped, len(places) + swapped] = live[num_live - 1]
+        segments[:, stop - 1] = live
+        return segments
 
     def _upload_answers(self, keys: Iterable[bytes]) -> bool:
         """Those that are not there yet, as far as there is room; whether all are there."""
