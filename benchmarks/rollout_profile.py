@@ -8,8 +8,7 @@ The requests, engine and random weights are those of `rollout.py`. Each launch w
 first prefill step and of a window of decode steps with all sequences, both after a run that compiles and captures. On CPU the time
 is that of torch's operations, and their number per layer is that of a whole step divided by the layers.
 
---drafts generates with drafts from history, of which all are right: steps with drafts are a phase of their own, and what its steps
-take beyond their kernels is the host's work on them; the search for drafts is between launches.
+--drafts generates with drafts from history, of which all are right: steps with drafts are a phase of their own.
 """
 
 import argparse
@@ -69,7 +68,7 @@ class LaunchProfile:
         self.phases = {name: Phase() for name in ("prefill", "decode", "drafts")}
 
     def _launch(self, name: str, step: Any, launch: Callable[[], None]) -> None:
-        name = "drafts" if name == "decode" and step.drafts else name
+        name = "drafts" if name == "decode" and step.has_drafts else name
         phase = self.phases[name]
         if len(step.rows) >= self.profiled.get(name, sys.maxsize):
             del self.profiled[name]
@@ -83,7 +82,7 @@ class LaunchProfile:
         phase.steps += self._last_steps(name)
 
     def _last_steps(self, name: str) -> int:
-        return int(self.loop._in_flight[-1].num_steps) if name == "decode" else 1
+        return 1 if name == "prefill" else int(self.loop._in_flight[-1].num_steps)
 
     def _timed(self, phase: Phase, launch: Callable[[], None]) -> None:
         self._synchronize()

@@ -250,3 +250,63 @@ def test_lower_sizes_are_captured_again() -> None:
     assert made.max_tokens == 64 and not made._ready
     made.lower_tokens(7)
     assert made.max_tokens == 0 and not made.is_open(1) and made.lengths(rows(0.9), [3]) == [0]
+
+
+def curve(num_rows: int, rate: float, available: int) -> np.ndarray:
+    """Of rows whose drafts are all as likely to be right."""
+    numbers = np.arange(available + 1)
+    gains = np.cumsum(rate**numbers) - 1
+    return np.append(np.stack([numbers * num_rows, gains * num_rows], 1).reshape(-1), num_rows)
+
+
+def test_the_size_is_the_best_for_what_the_decoder_expects() -> None:
+    made = on_graphs((16, 1.1), (24, 1.2), (32, 1.3), (64, 4.0), capture_s=1e9)
+    assert made.size_for(8, 4) == 0  # nothing is known
+    made.note_curve(curve(8, 0.9, 16))
+    assert made.size_for(8, 4) == 32
+    made.note_curve(curve(8, 0.2, 16))
+    assert made.size_for(8, 4) == 16
+    made.note_curve(curve(8, 0.05, 16))
+    assert made.size_for(8, 4) == 0
+    made.note_curve(curve(16, 0.9, 16))  # before half of the rows ended
+    assert made.size_for(8, 4) == 32
+    made.note_curve(curve(8, 0.9, 1))  # there are no more
+    assert made.size_for(8, 4) == 16
+    assert made.size_for(made.max_tokens, 4) == 0
+    made.note_curve(np.zeros(5))  # all rows had ended
+    assert made.size_for(8, 4) == 0
+
+
+def test_surveys_become_rare_while_drafts_do_not_pay() -> None:
+    made = on_graphs((16, 1.1), capture_s=1e9)
+    made.begin()
+    assert made.is_fresh and made.survey_is_due
+    waits = []
+    for _ in range(6):
+        made.note_curve(curve(8, 0.01, 16))
+        assert made.size_for(8, 4) == 0 and not made.is_fresh
+        waits.append(0)
+        while not made.survey_is_due:
+            made.measure_plain(8, 1.0)
+            waits[-1] += 1
+    assert waits == [1, 3, 7, 15, 16, 16]
+    made.note_curve(curve(8, 0.9, 16))
+    assert made.size_for(8, 4) == 16
+    made.begin()
+    assert made.is_fresh and made.survey_is_due and made.size_for(8, 4) == 0  # the curve was of other requests
+
+
+def test_expectations_are_corrected_by_what_became_of_them() -> None:
+    made = on_graphs((16, 1.3), capture_s=1e9)
+    for _ in range(40):
+        made.note_curve(curve(8, 0.8, 1))
+        if not made.size_for(8, 4):
+            break
+        made.note_expected(num_rows=32, num_accepted=4)
+    else:
+        raise AssertionError("drafts are still expected to pay")
+    for _ in range(400):  # and tried again later
+        made.note_curve(curve(8, 0.8, 1))
+        if made.size_for(8, 4):
+            return
+    raise AssertionError("drafts are not tried any more")
