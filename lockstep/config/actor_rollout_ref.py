@@ -253,7 +253,7 @@ class HistoryDraftsConfig:
     first. Answers are saved with checkpoints."""
 
     def step_tokens(self, max_num_seqs: int, on_cuda: bool) -> int:
-        """Most tokens of a step with drafts. On CUDA more tokens hardly take longer, and the host's work for a step counts."""
+        """Most tokens of a step with drafts. On CUDA more tokens hardly take longer."""
         return max(max_num_seqs, 1024 if on_cuda else 64)
 
 

@@ -19,9 +19,10 @@ from lockstep.engines.rollout.embedded.draft_controller import (
     graph_sizes,
 )
 from lockstep.engines.rollout.embedded.draft_step import num_agreeing
-from lockstep.engines.rollout.embedded.drafter import DraftTotals
+from lockstep.engines.rollout.embedded.drafter import DraftCounts, DraftTotals
 from lockstep.engines.rollout.embedded.engine import EmbeddedEngine
 from lockstep.engines.rollout.embedded.paged_attention import PagedAttention
+from lockstep.engines.rollout.embedded.scheduler import DecodeWindow
 from lockstep.models.attention import ATTENTION_NAME
 from lockstep.models.experts import EXPERTS_NAME
 from lockstep.models.known_models import install_decoder_layers
@@ -320,3 +321,33 @@ def test_steps_that_capture_a_graph_are_not_measured(
     monkeypatch.undo()
     engine.generate(requests)
     assert controller.plain.num_measured > 0 and controller.drafted.num_measured > 0
+
+
+class CountingDecoder(CpuDecoder):
+    """Finds no drafts itself, but gives fewer tokens than the window has room for, as with drafts that are wrong."""
+
+    finds_drafts = True
+
+    def run_drafts(self, window: DecodeWindow) -> Any:
+        counts = dict(window.rows)
+        part = DecodeWindow([(sequence, min(count, window.draft_steps)) for sequence, count in window.rows])
+        sampled = self.run(part)
+        window.rows = [(sequence, counts[sequence]) for sequence, _ in part.rows]
+        num_rows = len(window.rows)
+        return replace(sampled, counts=DraftCounts(num_rows, num_rows, 0, 0), curve=None)
+
+
+@pytest.mark.parametrize("changes", [{}, {"max_num_seqs": 2}, {"kv_block_size": 1}, {"num_blocks": 26}])
+def test_a_window_may_give_fewer_tokens_than_it_has_room_for(
+    requests: list[GenerationRequest], changes: dict[str, Any]
+) -> None:
+    """Blocks and counts are those of the tokens that it gave."""
+    model = tiny_model()
+    engine = drafting(model, **changes)
+    engine.generate(requests[:1])
+    loop = engine.step_loop
+    assert loop is not None and engine.drafter is not None
+    loop._decoder = CountingDecoder(loop.runner)
+    assert_same(engine.generate(requests), embedded(model, **changes).generate(requests))
+    assert totals(engine).num_steps > 0
+    assert engine.blocks.num_free == engine.blocks.num_blocks

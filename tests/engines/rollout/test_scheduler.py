@@ -461,3 +461,19 @@ def test_drafts_are_scheduled_if_their_blocks_are_free() -> None:
         window.keep([3, 2])
         assert window.rows == [(first, 3), (second, 2)]
         assert (first.num_computed, second.num_computed, second.num_unread) == (6, 4, 2)
+
+
+def test_a_window_with_drafts_has_room_for_the_most_tokens() -> None:
+    scheduler = make(num_blocks=7)
+    short, long = sequence(0, [1, 2, 3], max_tokens=3), sequence(1, [4, 5], max_tokens=30)
+    scheduler.add(short)
+    scheduler.add(long)
+    step(scheduler)
+    assert scheduler.schedule_draft_steps(num_steps=2, size=2, max_draft=4) is None  # no room for drafts
+    assert scheduler.schedule_draft_steps(num_steps=8, size=16, max_draft=4) is None  # no blocks for 30 tokens
+    window = scheduler.schedule_draft_steps(num_steps=2, size=16, max_draft=4)
+    assert window is not None and window.has_drafts and (window.draft_size, window.draft_steps) == (16, 2)
+    assert window.rows == [(short, 2), (long, 10)]
+    assert [len(s.blocks) for s in (short, long)] == [2, 3]
+    window.truncate(0)
+    assert scheduler.schedule_decode(1).rows == [(short, 1), (long, 1)]
