@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lockstep.kernels import sampling
 from lockstep.kernels.draft_decode import GROUP_ROWS
-from lockstep.kernels.draft_search import FOLLOWING_BITS, LANES, MAX_MATCH, PLACE_BITS, SEGMENT_BITS
+from lockstep.kernels.draft_search import FOLLOWING_BITS, LANES, PLACE_BITS, SEGMENT_BITS
+from lockstep.kernels.draft_settings import MAX_ACCEPTANCE, MAX_MATCH, ROW_DECAY, ROW_WEIGHT
 
 TOKEN, POSITION, ROTARY, SLOT_ID, CACHE_SLOT, NUM_INPUTS = range(6)
 """Inputs of the model per token: token, positions in the sequence and for the rotary embedding, decode slot (for its block table),
@@ -24,13 +25,10 @@ COUNT, FIRST_ROW, FIRST_GROUP, SOURCE, KIND, NUM_ROW_FIELDS = range(6)
 """What `allot` says of a sequence: its tokens in the step, where its rows and groups of rows begin, the place of its draft, and
 the kind of its match."""
 KIND_PRIORS = (0.2, 0.35, 0.5, 0.65, 0.8)
-"""The share of right tokens after matches of 1, 2 to 3, 4 to 7, 8 to 15 and 16 tokens, before anything is known."""
+"""The share of right tokens after matches of at most 1, 2 to 3, 4 to 7, 8 to 15 and 16 tokens, before anything is known."""
 KINDS_PADDED = 8
 KIND_WEIGHT = 16.0
 """The prior of a kind counts as this many tokens."""
-ROW_WEIGHT = 4.0
-"""The share of its kind counts as this many tokens of a row."""
-ROW_DECAY = 0.9
 KIND_DECAY = 0.999
 """Decay of what was seen, per step with drafts."""
 NUM_LEVELS = 24
@@ -47,6 +45,7 @@ _COUNT, _FIRST_ROW, _FIRST_GROUP = tl.constexpr(COUNT), tl.constexpr(FIRST_ROW),
 _SOURCE, _KIND, _NUM_ROW_FIELDS = tl.constexpr(SOURCE), tl.constexpr(KIND), tl.constexpr(NUM_ROW_FIELDS)
 _IN_TOKEN, _IN_POSITION, _IN_ROTARY = tl.constexpr(TOKEN), tl.constexpr(POSITION), tl.constexpr(ROTARY)
 _IN_SLOT_ID, _IN_CACHE_SLOT = tl.constexpr(SLOT_ID), tl.constexpr(CACHE_SLOT)
+_MAX_ACCEPTANCE = tl.constexpr(MAX_ACCEPTANCE)
 _KINDS_PADDED = tl.constexpr(KINDS_PADDED)
 _NUM_LEVELS, _ROW_WEIGHT = tl.constexpr(NUM_LEVELS), tl.constexpr(ROW_WEIGHT)
 _ROW_DECAY, _KIND_DECAY = tl.constexpr(ROW_DECAY), tl.constexpr(KIND_DECAY)
@@ -63,7 +62,7 @@ def _num_likely(num, level, log_p):
 
 @triton.jit(do_not_specialize=["num_rows", "budget"])
 def _allot(
-    found_ptr, state_ptr, slot_ids_ptr, row_rates_ptr, kind_rates_ptr, priors_ptr,
+    found_ptr, state_ptr, slot_ids_ptr, lengths_ptr, row_rates_ptr, kind_rates_ptr, priors_ptr,
     rows_ptr, totals_ptr, curve_ptr, step_ptr,
     num_rows, budget, ring, FIELDS: tl.constexpr, MAX_DRAFT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
@@ -76,9 +75,11 @@ def _allot(
     for lane in tl.static_range(_LANES):
         best = tl.maximum(best, tl.load(found_ptr + row * _LANES + lane, mask=active, other=0))
     match = best >> _MATCH_SHIFT
-    kind = (
-        (match >= 2).to(tl.int32) + (match >= 4).to(tl.int32) + (match >= 8).to(tl.int32) + (match >= 16).to(tl.int32)
-    )
+    # what precedes a text is no evidence
+    length = tl.minimum(match, tl.load(lengths_ptr + slot, mask=active, other=0).to(tl.int64))
+    kind = tl.zeros([ROWS], tl.int32)
+    for i in tl.static_range(1, 5):
+        kind += (length >= (1 << i)).to(tl.int32)
     position = tl.load(fields + _POSITION, mask=active, other=0)
     room = tl.load(fields + _LAST, mask=active, other=0) - position - 1  # one more token is sampled
     num = tl.minimum((best >> _FOLLOWING_SHIFT) & _FOLLOWING_MASK, tl.minimum(room, MAX_DRAFT))
@@ -87,7 +88,7 @@ def _allot(
     prior = tl.load(kind_rates_ptr + kind * 2) / tl.load(kind_rates_ptr + kind * 2 + 1)
     right = tl.load(row_rates_ptr + slot * 2, mask=active, other=0.0)
     tried = tl.load(row_rates_ptr + slot * 2 + 1, mask=active, other=0.0)
-    p = tl.minimum((right + prior * _ROW_WEIGHT) / (tried + _ROW_WEIGHT), 0.98)
+    p = tl.minimum((right + prior * _ROW_WEIGHT) / (tried + _ROW_WEIGHT), _MAX_ACCEPTANCE)
     p = tl.maximum(p, 0.001)
     log_p = tl.log2(p)
 
@@ -185,11 +186,11 @@ def _fill(
         tl.store(group_starts_ptr + group, start, mask=group <= num_groups)
 
 
-@triton.jit(do_not_specialize=["num_rows", "text_width", "num_outputs"])
+@triton.jit(do_not_specialize=["text_width", "num_outputs", "inputs_stride"])
 def _accept(
     rows_ptr, slot_ids_ptr, state_ptr, inputs_ptr, sampled_ptr, log_probs_ptr,
     texts_ptr, lengths_ptr, row_rates_ptr, kind_rates_ptr, step_ptr,
-    out_tokens_ptr, out_log_probs_ptr, out_drafted_ptr, num_slots, num_outputs, text_width,
+    out_tokens_ptr, out_log_probs_ptr, out_drafted_ptr, num_slots, num_outputs, text_width, inputs_stride,
     FIELDS: tl.constexpr, NUM_STOPS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
     rows_at = rows_ptr + tl.program_id(0) * _NUM_ROW_FIELDS
@@ -200,7 +201,7 @@ def _accept(
     row = tl.load(rows_at + _FIRST_ROW) + lane
     sampled = tl.load(sampled_ptr + row, mask=lane < count, other=-1).to(tl.int64)
     log_probs = tl.load(log_probs_ptr + row, mask=lane < count, other=0.0)
-    drafted = tl.load(inputs_ptr + _IN_TOKEN + row + 1, mask=lane < count - 1, other=-2)
+    drafted = tl.load(inputs_ptr + _IN_TOKEN * inputs_stride + row + 1, mask=lane < count - 1, other=-2)
     stops = lane < 0
     for i in tl.static_range(NUM_STOPS):
         stops = stops | (sampled == tl.load(fields + _STOPS + i))
@@ -263,6 +264,7 @@ def allot(
     found: Tensor,
     slot_state: Tensor,
     slot_ids: Tensor,
+    lengths: Tensor,
     row_rates: Tensor,
     kind_rates: Tensor,
     priors: Tensor,
@@ -277,7 +279,7 @@ def allot(
 ) -> None:
     """Fill `rows`, `totals` (tokens and groups of the step) and `curve`; advance `step` modulo `ring`.
 
-    found:      of `find_drafts`.
+    found:      of `find_drafts`; lengths as there.
     row_rates:  (slots, 2) draft tokens that were right and that were tried.
     kind_rates: the same by kind of match; drawn to `priors` a little.
     rows:       (>= R, NUM_ROW_FIELDS) int64.
@@ -286,7 +288,7 @@ def allot(
     budget:     tokens of the step, at least one per active sequence; 0 for the curve alone.
     """
     _allot[(1,)](
-        found, slot_state, slot_ids, row_rates, kind_rates, priors, rows, totals, curve, step,
+        found, slot_state, slot_ids, lengths, row_rates, kind_rates, priors, rows, totals, curve, step,
         len(slot_ids), budget, ring, slot_state.stride(0), max_draft, triton.next_power_of_2(len(rows)), num_warps=4
     )  # fmt: skip
 
@@ -353,7 +355,7 @@ def accept(
     num_outputs = out_tokens.shape[2]
     _accept[(len(slot_ids),)](
         rows, slot_ids, slot_state, inputs, sampled, log_probs, texts, lengths, row_rates, kind_rates, step,
-        out_tokens, out_log_probs, out_drafted, out_tokens.shape[1], num_outputs, width,
+        out_tokens, out_log_probs, out_drafted, out_tokens.shape[1], num_outputs, width, inputs.stride(0),
         slot_state.stride(0), slot_state.shape[1] - sampling.STOPS, max(32, triton.next_power_of_2(num_outputs)),
         num_warps=1
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
     texts of a prompt (segments) ─► per row and share of the segments: the best match ─► `draft_rows.allot`
 
-A text is an answer, with `MAX_MATCH` START tokens before it, so that matches that reach back to the start of both count as the
+A text is an answer, with `MAX_MATCH` times `START` before it, so that matches that reach back to the start of both count as the
 longest. The texts of decoding sequences grow in place: sequence in slot s has its tokens from s * width + MAX_MATCH on.
 
 Of several matches the longest counts, then the one that most tokens follow, up to the longest draft, then the latest segment and
@@ -16,11 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import sampling
+from lockstep.kernels.draft_settings import MAX_MATCH
 
-MAX_MATCH = 16
-"""Most tokens that are compared."""
-START = -1
-"""Stands for what precedes a text."""
 LIVE = -1
 """Stands for the end of a segment that still grows."""
 MAX_FOLLOWING = 1023

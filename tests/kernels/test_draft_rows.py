@@ -21,13 +21,12 @@ from lockstep.kernels.draft_search import (  # noqa: E402
     FOLLOWING_BITS,
     LANES,
     LIVE,
-    MAX_MATCH,
     MAX_SEGMENTS,
     PLACE_BITS,
     SEGMENT_BITS,
-    START,
     find_drafts,
 )
+from lockstep.kernels.draft_settings import MAX_MATCH, ROW_DECAY, ROW_WEIGHT, START  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 NUM_SLOTS = 30
@@ -57,6 +56,7 @@ class Candidate:
     match, following: of its best match; 0 for none.
     room:             tokens that may still be sampled.
     right, tried:     of its drafts.
+    length:           tokens of its text.
     """
 
     match: int
@@ -65,18 +65,19 @@ class Candidate:
     right: float = 0.0
     tried: float = 0.0
     is_active: bool = True
+    length: int = 100
 
     @property
     def kind(self) -> int:
-        """0 for a match of 1 token, then one for each doubling."""
-        return max(0, self.match.bit_length() - 1) if self.is_active else 0
+        """0 for a match of 1 token, then one for each doubling; what precedes the text does not count."""
+        return max(0, min(self.match, self.length).bit_length() - 1) if self.is_active else 0
 
     def num_available(self, max_draft: int) -> int:
         return max(0, min(self.following, self.room - 1, max_draft)) if self.is_active and self.match else 0
 
     def rate(self, kind_rates: Tensor) -> float:
         right, tried = kind_rates[self.kind].tolist()
-        rate = (self.right + draft_rows.ROW_WEIGHT * right / tried) / (self.tried + draft_rows.ROW_WEIGHT)
+        rate = (self.right + ROW_WEIGHT * right / tried) / (self.tried + ROW_WEIGHT)
         return min(max(rate, 0.001), 0.98)
 
     def chances(self, kind_rates: Tensor, max_draft: int) -> list[float]:
@@ -101,6 +102,7 @@ def random_candidates(rng: random.Random, kind_rates: Tensor, max_draft: int) ->
         match, following = rng.choice([0, 1, 2, 3, 4, 7, 8, 15, 16]), rng.randrange(0, 20)
         room = rng.choice([1, 2, 5, 100])
         new = Candidate(match, following, room, tried * rng.random(), tried, is_active=rng.random() > 0.2)
+        new.length = rng.choice([0, 1, 3, 100])
         if not is_near_a_level(new.chances(kind_rates, max_draft)):
             candidates.append(new)
     return candidates
@@ -126,6 +128,7 @@ def allot(candidates: list[Candidate], kind_rates: Tensor, budget: int, max_draf
     num_rows = len(candidates)
     found = torch.zeros(num_rows + 2, LANES, dtype=torch.int64)
     state, rates = state_rows(num_rows), torch.zeros(num_rows, 2)
+    lengths = on_device([each.length for each in reversed(candidates)], torch.int32)
     slot_ids = list(reversed(range(num_rows)))
     for row, (slot, each) in enumerate(zip(slot_ids, candidates)):
         position = rng.randrange(200)
@@ -142,7 +145,14 @@ def allot(candidates: list[Candidate], kind_rates: Tensor, budget: int, max_draf
     totals, curve = on_device([-7, -7], torch.int32), torch.zeros(2 * draft_rows.NUM_LEVELS + 1, device=DEVICE)
     device_kinds, device_step = kind_rates.clone().to(DEVICE), on_device([step], torch.int32)
     draft_rows.allot(
-        *(found.to(DEVICE), state.to(DEVICE), on_device(slot_ids, torch.int32), rates.to(DEVICE), device_kinds),
+        *(
+            found.to(DEVICE),
+            state.to(DEVICE),
+            on_device(slot_ids, torch.int32),
+            lengths,
+            rates.to(DEVICE),
+            device_kinds,
+        ),
         *(draft_rows.kind_priors(DEVICE), rows, totals, curve, device_step),
         budget=budget,
         ring=RING,
@@ -220,6 +230,9 @@ def test_what_nothing_is_known_of_has_the_prior_of_its_kind() -> None:
     out = allot(candidates, draft_rows.kind_priors(torch.device("cpu")), budget=1000, max_draft=64)
     assert [row[draft_rows.COUNT] - 1 for row in out.rows] == list(kinds.values())
     assert [row[draft_rows.KIND] for row in out.rows] == [0, 1, 1, 2, 2, 3, 3, 4]
+    begun = [Candidate(16, following=40, room=100, length=length) for length in (0, 2, 16)]
+    out = allot(begun, draft_rows.kind_priors(torch.device("cpu")), budget=1000, max_draft=64)
+    assert [row[draft_rows.KIND] for row in out.rows] == [0, 1, 4]
 
 
 def test_rates_of_kinds_are_drawn_to_their_priors() -> None:
@@ -409,7 +422,7 @@ def check_accepted(step: Step) -> Step:
         state[slot, sampling.ACTIVE] = not is_done
         if count > 1:
             new = torch.tensor([num_kept - 1, num_kept - 1 + (num_kept < count and not has_stopped)])
-            rates[slot] = rates[slot] * draft_rows.ROW_DECAY + new
+            rates[slot] = rates[slot] * ROW_DECAY + new
             kinds[int(step.rows[row, draft_rows.KIND])] += new
     assert after.tokens.tolist() == tokens.tolist()
     assert after.drafted.tolist() == drafted.tolist()
@@ -461,7 +474,7 @@ def test_a_sequence_ends_at_a_stop_token_or_at_its_last_one() -> None:
     kept = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 7], [1, 2], [1, 9], [4], []]
     assert [after.text(slot) for slot in slots] == kept
     assert after.state[slots, sampling.ACTIVE].tolist() == [1, 0, 1, 0, 0, 0, 0]
-    assert (after.row_rates - step.row_rates * draft_rows.ROW_DECAY)[slots[:5]].round().tolist() == [
+    assert (after.row_rates - step.row_rates * ROW_DECAY)[slots[:5]].round().tolist() == [
         [3.0, 3.0],
         [3.0, 3.0],
         [1.0, 2.0],
@@ -523,7 +536,7 @@ def test_steps_with_drafts_give_the_tokens_of_plain_steps() -> None:
         num_steps += 1
         find_drafts(texts, lengths, segments, state, slot_ids, found, width=width, max_draft=max_draft)
         draft_rows.allot(
-            *(found, state, slot_ids, row_rates, kind_rates, priors, rows, totals, curve, step),
+            *(found, state, slot_ids, lengths, row_rates, kind_rates, priors, rows, totals, curve, step),
             budget=size,
             ring=RING,
             max_draft=max_draft,

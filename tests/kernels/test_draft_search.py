@@ -14,13 +14,12 @@ from lockstep.kernels.draft_search import (  # noqa: E402
     FOLLOWING_BITS,
     LANES,
     LIVE,
-    MAX_MATCH,
     MAX_SEGMENTS,
     PLACE_BITS,
     SEGMENT_BITS,
-    START,
     find_drafts,
 )
+from lockstep.kernels.draft_settings import MAX_MATCH, START  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 FREE = 1

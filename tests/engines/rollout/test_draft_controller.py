@@ -275,25 +275,61 @@ def test_the_size_is_the_best_for_what_the_decoder_expects() -> None:
     assert made.size_for(made.max_tokens, 4) == 0
     made.note_curve(np.zeros(5))  # all rows had ended
     assert made.size_for(8, 4) == 0
+    assert made.size_for(0, 4) == 0
+
+
+def test_plain_steps_of_about_as_many_rows_must_be_known() -> None:
+    """Short windows of plain steps find out."""
+    made = on_graphs((16, 1.1), capture_s=1e9)
+    made.note_curve(curve(8, 0.9, 16))
+    assert made.size_for(8, 4) == 16 and not made.is_unsure
+    assert made.size_for(3, 4) == 0 and made.is_unsure
+    made.measure_plain(3, 1.0)
+    assert made.size_for(3, 4) == 16 and not made.is_unsure
+    assert made.size_for(made.max_tokens, 4) == 0 and not made.is_unsure  # no drafts would fit
+
+
+def test_one_slow_step_does_not_end_drafts() -> None:
+    made = on_graphs(capture_s=1e9)
+    made.note_step(16, 20.0)
+    made.note_step(16, 20.0)
+    for _ in range(40 * PROBE_INTERVAL):
+        made.note_curve(curve(8, 0.9, 16))
+        if made.size_for(8, 4):
+            made.note_step(16, 1.1)
+            if made.size_for(8, 4):
+                return
+        made.measure_plain(8, 1.0)
+    raise AssertionError("drafts are not tried any more")
+
+
+def test_one_capture_at_a_time() -> None:
+    """A size is at hand once it is launched, before it was measured."""
+    made = on_graphs((16, 1.1), capture_s=4.0)
+    while (size := made.size_for(8, 4)) in (0, 16):
+        made.note_curve(curve(8, 0.9, 16))
+    made.note_size(size)
+    made.note_curve(curve(8, 0.9, 16))
+    assert made.size_for(8, 4) in (16, size)
 
 
 def test_surveys_become_rare_while_drafts_do_not_pay() -> None:
     made = on_graphs((16, 1.1), capture_s=1e9)
     made.begin()
-    assert made.is_fresh and made.survey_is_due
+    assert made.is_unsure and made.survey_is_due(8) and not made.survey_is_due(made.max_tokens)
     waits = []
     for _ in range(6):
         made.note_curve(curve(8, 0.01, 16))
-        assert made.size_for(8, 4) == 0 and not made.is_fresh
+        assert made.size_for(8, 4) == 0 and not made.is_unsure
         waits.append(0)
-        while not made.survey_is_due:
+        while not made.survey_is_due(8):
             made.measure_plain(8, 1.0)
             waits[-1] += 1
     assert waits == [1, 3, 7, 15, 16, 16]
     made.note_curve(curve(8, 0.9, 16))
     assert made.size_for(8, 4) == 16
     made.begin()
-    assert made.is_fresh and made.survey_is_due and made.size_for(8, 4) == 0  # the curve was of other requests
+    assert made.survey_is_due(8) and made.size_for(8, 4) == 0 and made.is_unsure  # the curve was of other requests
 
 
 def test_expectations_are_corrected_by_what_became_of_them() -> None:

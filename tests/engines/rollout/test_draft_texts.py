@@ -10,7 +10,8 @@ from tests.kernels.kernel_device import kernel_device
 
 DEVICE = kernel_device()
 from lockstep.engines.rollout.embedded.cuda.draft_texts import MAX_LIVE, DraftTexts  # noqa: E402
-from lockstep.kernels.draft_search import LIVE, MAX_MATCH, MAX_SEGMENTS, START  # noqa: E402
+from lockstep.kernels.draft_search import LIVE, MAX_SEGMENTS  # noqa: E402
+from lockstep.kernels.draft_settings import MAX_MATCH, START  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 MAX_ANSWER = 12
@@ -229,3 +230,16 @@ def test_clear_forgets_all_texts() -> None:
     texts.update({0: a})
     assert texts.segments(0) == [(1, 2), "slot 0"]
     assert texts.text(0) == []
+
+
+def test_a_room_that_the_current_prompts_fill_is_kept() -> None:
+    """Each new answer that does not fit would else upload all of them again."""
+    texts = Texts(max_ended=2 * (MAX_MATCH + 4))
+    running = texts.sequence(0)
+    for number in range(2):
+        texts.add(running, [number] * 4)
+    texts.update({0: running})
+    kept = dict(texts.texts._ended)
+    texts.add(running, [7] * 4)
+    texts.update({0: running})
+    assert texts.texts._ended == kept and texts.segments(0) == [(0,) * 4, (1,) * 4, "slot 0"]

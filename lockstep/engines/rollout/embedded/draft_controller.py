@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.kernels.draft_settings import MAX_ACCEPTANCE, ROW_WEIGHT
+
 STEPS_BETWEEN_SEARCHES = 8
 """Plain steps of a window for which no drafts were computed although they would pay."""
 
@@ -29,12 +31,7 @@ PROBE_ROWS = 4
 """Rows that are drafted then."""
 PROBE_TOKENS = 4
 """Drafts of each of them."""
-ROW_DECAY = 0.9
-"""Decay of a row's acceptance per step."""
 PRIOR_ACCEPTANCE = 0.6
-PRIOR_WEIGHT = 4.0
-"""The prior of a row's acceptance counts as this many tokens."""
-MAX_ACCEPTANCE = 0.98
 LINE_WEIGHT = 1.0
 """The line through the times of all sizes counts as this many measurements of a size."""
 MAX_CAPTURE_S = 0.5
@@ -134,7 +131,7 @@ class Acceptance:
         self.tried = decay * self.tried + num_accepted + num_failed
 
     def rate(self, prior: float) -> float:
-        return min(MAX_ACCEPTANCE, (self.accepted + PRIOR_WEIGHT * prior) / (self.tried + PRIOR_WEIGHT))
+        return min(MAX_ACCEPTANCE, (self.accepted + ROW_WEIGHT * prior) / (self.tried + ROW_WEIGHT))
 
 
 class DraftController:
@@ -147,7 +144,7 @@ class DraftController:
     capture_s:        seconds that the first step of a size takes longer; 0 until that was seen.
     has_paid:         whether the last window had drafts that were expected to pay. Then the next search needs no estimate: nothing
                       that decodes is in flight, and it takes hardly longer than what follows.
-    is_fresh:         whether nothing was decided from a curve since `begin`.
+    is_unsure:        whether the next plain window should be short: drafts may pay, but something is not known yet.
     waits:            whether drafts would pay if the best size were captured, but nothing is drafted until that pays, too.
     """
 
@@ -167,7 +164,8 @@ class DraftController:
         self._curve: np.ndarray | None = None
         self._expected = 0.0  # right drafts per row and step, when drafts were last chosen from a curve
         self._calibration = 1.0  # of the curves: drafts that were right, over those that were expected
-        self.is_fresh = True
+        self._is_fresh = True  # nothing was decided from a curve since `begin`
+        self.is_unsure = True
         self._useless = Acceptance()
         self.use_sizes(sizes)
 
@@ -201,13 +199,18 @@ class DraftController:
 
     def note_step(self, num_tokens: int, seconds: float | None) -> None:
         """A step with drafts, and its time with that of finding them; None if it says nothing about other steps."""
+        size = self.note_size(num_tokens)
+        self._num_plain = 0
+        if seconds is not None:
+            self.drafted.measure(size, seconds)
+
+    def note_size(self, num_tokens: int) -> int:
+        """A step of `num_tokens` is computed, so that its size is at hand. Returns the size."""
         size = self._size_of(num_tokens)
         if size not in self._ready:
             self._ready.add(size)
             self._missed_s[:] = 0.0  # compared with other sizes from now on
-        self._num_plain = 0
-        if seconds is not None:
-            self.drafted.measure(size, seconds)
+        return size
 
     def note_capture(self, seconds: float) -> None:
         """What the first step of a size took longer. The least counts: others also compiled kernels."""
@@ -222,7 +225,8 @@ class DraftController:
         """Drafts were looked for. If none would pay, the next search waits, longer each time."""
         if num_rows:
             self.coverage = 0.95 * self.coverage + 0.05 * num_with_draft / num_rows
-        self._num_plain = self._num_skipped = 0
+            self._num_plain = 0
+        self._num_skipped = 0
         waits = self.waits and not is_probe
         self._num_to_skip = 0 if pays or waits else min(16, 2 * self._num_to_skip + 1)
         self.has_paid = pays and not is_probe
@@ -232,7 +236,7 @@ class DraftController:
         self.coverage = 1.0
         self._num_skipped = self._num_to_skip = 0
         self.has_paid = self.waits = False
-        self.is_fresh = True
+        self._is_fresh = True
         self._curve = None
 
     def is_useless(self) -> bool:
@@ -258,10 +262,7 @@ class DraftController:
 
     def is_open(self, num_rows: int) -> bool:
         """Whether a step of as many rows may have drafts at all, and the last search without success is long enough ago."""
-        # plain steps of about this size must be known
-        if not self._plain_rows / 2 <= num_rows <= 1.5 * self._plain_rows or num_rows >= self.max_tokens:
-            return False
-        return self._num_skipped >= self._num_to_skip
+        return self._knows_plain(num_rows) and num_rows < self.max_tokens and self._num_skipped >= self._num_to_skip
 
     def may_pay(self, rows: Sequence[Acceptance], num_rows: int) -> bool:
         """Whether drafts are worth looking for: they would pay if as many as usual of these rows had a draft of full length.
@@ -280,10 +281,9 @@ class DraftController:
         gains_S = self.coverage * (rates_N1 * (1 - rates_N1**lengths_S) / (1 - rates_N1)).sum(0)
         return bool(self._speedup(num_rows, gains_S, sizes_S).max() > MIN_SPEEDUP)
 
-    @property
-    def survey_is_due(self) -> bool:
+    def survey_is_due(self, num_rows: int) -> bool:
         """Whether to find out, with the next plain window, what drafts would give."""
-        return self._num_skipped >= self._num_to_skip
+        return num_rows < self.max_tokens and self._num_skipped >= self._num_to_skip
 
     def note_curve(self, curve: np.ndarray) -> None:
         """What the decoder expects of the drafts that it finds: numbers of draft tokens, the likeliest first, each followed by how
@@ -299,20 +299,28 @@ class DraftController:
     def size_for(self, num_rows: int, num_steps: int) -> int:
         """Tokens of each of the next `num_steps` steps, for which the decoder finds drafts; 0 for plain steps."""
         self.waits = False
-        if self._curve is None or not self.plain.num_measured or num_rows >= self.max_tokens:
+        if not num_rows:  # all are covered by what is in flight
             return 0
+        fits, knows_plain, has_curve = num_rows < self.max_tokens, self._knows_plain(num_rows), self._curve is not None
+        self.is_unsure = fits and (self._is_fresh or (has_curve and not knows_plain))
+        if self._curve is None or not fits or not knows_plain:
+            return 0
+        self.is_unsure = self._is_fresh = False
         curve = self._curve[:-1] * num_rows / self._curve[-1]
         num_drafts, gains = curve[::2], curve[1::2]
         sizes_S = self._sizes(num_rows, int(num_drafts[-1]))
-        self.is_fresh = False
         if len(sizes_S):
             gains_S = np.interp(sizes_S - num_rows, num_drafts, gains)
             place = self._choose(num_rows, self._calibration * gains_S, sizes_S, num_steps)
             if place is not None:
                 self._num_to_skip = 0
+            else:
+                place = self._probe(sizes_S)
+            if place is not None:
                 self._expected = float(gains_S[place]) / num_rows
                 return int(sizes_S[place])
-        self._calibration += FORGETTING_SHARE * (1 - self._calibration)
+        if not self.waits:
+            self._calibration += FORGETTING_SHARE * (1 - self._calibration)
         self._curve = None
         self.note_search(0, 0, pays=False)
         return 0
@@ -341,10 +349,14 @@ class DraftController:
         """What plain steps would have taken for as many tokens, minus what the step with drafts took."""
         return float(self.plain.predict(num_rows)) * num_sampled / num_rows - seconds
 
+    def _knows_plain(self, num_rows: int) -> bool:
+        """Whether plain steps of about this size were measured."""
+        return self._plain_rows / 2 <= num_rows <= 1.5 * self._plain_rows
+
     def _rates(self, rows: Sequence[Acceptance]) -> np.ndarray:
         accepted = np.array([row.accepted for row in rows])
         tried = np.array([row.tried for row in rows])
-        rates: np.ndarray = (accepted + PRIOR_WEIGHT * self.prior) / (tried + PRIOR_WEIGHT)
+        rates: np.ndarray = (accepted + ROW_WEIGHT * self.prior) / (tried + ROW_WEIGHT)
         return np.minimum(rates, MAX_ACCEPTANCE)
 
     def _size_of(self, num_tokens: int) -> int:
@@ -356,6 +368,12 @@ class DraftController:
         first = bisect_left(self.sizes, num_rows + 1)
         last = bisect_left(self.sizes, num_rows + num_available, lo=first)
         return self._sizes_S[first : last + 1] if num_available > 0 else self._sizes_S[:0]
+
+    def _probe(self, sizes_S: np.ndarray) -> int | None:
+        """The place of the smallest size at hand, after many plain windows; else None."""
+        if self._num_plain < PROBE_INTERVAL:
+            return None
+        return next((place for place, size in enumerate(sizes_S.tolist()) if size in self._ready), None)
 
     def _choose(self, num_rows: int, gains_S: np.ndarray, sizes_S: np.ndarray, num_steps: int = 1) -> int | None:
         """The place of the best size, or of the best one at hand if no capture pays yet; None for a plain step.

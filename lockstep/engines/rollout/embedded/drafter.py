@@ -15,13 +15,13 @@ from lockstep.config.actor_rollout_ref import HistoryDraftsConfig
 from lockstep.engines.rollout.embedded.draft_controller import (
     PROBE_ROWS,
     PROBE_TOKENS,
-    ROW_DECAY,
     Acceptance,
     DraftController,
     graph_sizes,
 )
 from lockstep.engines.rollout.embedded.history import AnswerHistory, Trail
 from lockstep.engines.rollout.embedded.sequence import Sequence
+from lockstep.kernels.draft_settings import ROW_DECAY
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ class Drafter:
                 self.history.add(tracked.key, sequence.tokens[sequence.num_prompt :])
 
     def begin_serving(self) -> None:
+        if not self.totals.num_generated:
+            self.totals = DraftTotals()  # without those of the model's comparison with transformers
         self.controller.begin()
 
     def end_serving(self) -> None:
@@ -143,6 +145,8 @@ class Drafter:
 
     def note_steps(self, size: int, num_steps: int, num_rows: int, counts: DraftCounts, seconds: float | None) -> None:
         """Steps of `size` tokens with drafts that the decoder found, for at most `num_rows` rows."""
+        if not counts.num_rows:  # they had all ended
+            return
         self.controller.note_step(size, None if seconds is None else seconds / num_steps)
         num_accepted = counts.num_sampled - counts.num_rows
         self.controller.note_expected(counts.num_rows, num_accepted)

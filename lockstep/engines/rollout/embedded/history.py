@@ -19,19 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.kernels.draft_settings import MAX_MATCH, START
 from lockstep.protocol.generation import GenerationRequest
 from lockstep.protocol.images import content_ids
 
-MAX_MATCH = 16
-"""Most tokens of a context that are compared."""
 MIN_MATCH = 2
 """Least tokens that must match for a draft: two, which one 64-bit number holds."""
 MAX_ANSWERS = 32
 """Answers kept per prompt, the latest."""
 KEY_BYTES = 16
 """Length of a prompt's key."""
-START = -1
-"""Stands for what precedes an answer."""
 
 _TOKEN_BYTES = 4
 _CONTEXT_BYTES = _TOKEN_BYTES * MAX_MATCH

@@ -36,8 +36,8 @@ now = time.perf_counter
 
 DRAFT_STEPS = 4
 """Steps of a window for which the decoder finds drafts. Between windows it is decided how many drafts pay."""
-FIRST_STEPS = 2
-"""Steps of plain windows before it is known what drafts would give."""
+SHORT_STEPS = 4
+"""Steps of plain windows before it is known whether drafts pay."""
 
 
 class StepOutputs(Protocol):
@@ -152,6 +152,7 @@ class StepLoop:
             from lockstep.engines.rollout.embedded.cuda.decoder import CudaDecoder
 
             self.drain()
+            self._decoder = None  # its buffers are freed first
             if self.drafter is not None:
                 self.drafter.forget_graphs()
             self._max_stop_ids = 1 << max(2, (num_stop_ids - 1).bit_length())
@@ -210,8 +211,8 @@ class StepLoop:
             controller = self.drafter.controller
             if size := controller.size_for(len(self.scheduler.decodable()), DRAFT_STEPS):
                 window = self.scheduler.schedule_draft_steps(DRAFT_STEPS, size, controller.max_draft_tokens)
-            if controller.is_fresh:
-                num_steps = FIRST_STEPS
+            if controller.is_unsure:
+                num_steps = SHORT_STEPS
         elif self.drafter is not None and self.drafter.is_due(sequences := self.scheduler.decodable()):
             if self.drain():
                 sequences = self.scheduler.decodable()
@@ -224,7 +225,7 @@ class StepLoop:
         if window is None:
             window = self.scheduler.schedule_decode(num_steps)
             if self.drafter is not None and decoder.finds_drafts:
-                window.is_surveyed = self.drafter.controller.survey_is_due
+                window.is_surveyed = self.drafter.controller.survey_is_due(len(window.rows))
         if window.rows and (shortage := self._shortage_of(lambda: self._run_window(window, decoder, started))):
             self._retreat_from_window(window, decoder, shortage)
         elif window.drafts:
@@ -251,6 +252,8 @@ class StepLoop:
         else:
             started = now()  # what came before is done while the device computes, or was a search that found nothing
             if window.draft_size:
+                assert self.drafter is not None
+                self.drafter.controller.note_size(window.draft_size)
                 sampled, num_steps = decoder.run_drafts(window), window.draft_steps
             else:
                 sampled = plain = decoder.run(window)

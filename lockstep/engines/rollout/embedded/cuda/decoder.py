@@ -52,7 +52,7 @@ class CudaDecoder:
         )
         self.graphs = DecodeGraphs(runner, self.slots, max_model_len, use_graphs)
         self.draft_graphs: DraftGraphs | None = None
-        if drafter is not None:
+        if drafter is not None and drafter.controller.sizes:
             controller = drafter.controller
             texts = DraftTexts(drafter.history, num_slots, max_model_len, runner.device)
             self.draft_graphs = DraftGraphs(

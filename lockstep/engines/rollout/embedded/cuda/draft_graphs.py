@@ -155,7 +155,7 @@ class DraftGraphs(DecodeGraphs):
             max_draft=self.max_draft,
         )
         draft_rows.allot(
-            *(self._found, slots.slot_state, slot_ids, texts.row_rates, texts.kind_rates, texts.priors),
+            *(self._found, slots.slot_state, slot_ids, texts.lengths, texts.row_rates, texts.kind_rates, texts.priors),
             *(self._rows, self._totals, self._curve, self.step),
             budget=budget,
             ring=len(self.outputs[0]),

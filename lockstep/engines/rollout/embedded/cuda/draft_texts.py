@@ -3,7 +3,7 @@
     | slot 0: START x 16, tokens so far, free | slot 1 | ... | START x 16, an ended answer | START x 16, another one | ... free |
 
 Each slot's text grows on the device. Ended answers are uploaded once per generation, when a sequence with their prompt decodes. If
-there is no room for more, all are dropped and those of the current prompts are uploaded again.
+there is no room for more and a quarter of it is of other prompts, all are dropped and those of the current prompts uploaded again.
 """
 
 from collections.abc import Iterable, Sequence as Rows
@@ -15,7 +15,8 @@ from torch import Tensor
 from lockstep.engines.rollout.embedded.history import AnswerHistory
 from lockstep.engines.rollout.embedded.sequence import Sequence
 from lockstep.kernels.draft_rows import kind_priors
-from lockstep.kernels.draft_search import LIVE, MAX_MATCH, MAX_SEGMENTS, START
+from lockstep.kernels.draft_search import LIVE, MAX_SEGMENTS
+from lockstep.kernels.draft_settings import MAX_MATCH, START
 from lockstep.utils.device import to_device
 
 MAX_ENDED_TOKENS = 16 << 20
@@ -38,11 +39,11 @@ class DraftTexts:
         self,
         history: AnswerHistory,
         num_slots: int,
-        max_answer: int,
+        max_model_len: int,
         device: torch.device,
         max_ended: int = MAX_ENDED_TOKENS,
     ) -> None:
-        self.width = MAX_MATCH + max_answer
+        self.width = MAX_MATCH + max_model_len
         self.tokens = torch.full(((num_slots + 1) * self.width + max_ended,), START, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self.segments = torch.zeros(num_slots + 1, MAX_SEGMENTS, 2, dtype=torch.int64, device=device)
@@ -97,7 +98,7 @@ class DraftTexts:
         for slot, (sequence, num_preempted) in self._sequences.items():
             if sequence.stop_reason is None and sequence.num_preempted == num_preempted:
                 slots_of.setdefault(sequence.prompt_key, []).append(slot)
-        if not self._upload_answers(keys & slots_of.keys()):
+        if not self._upload_answers(keys & slots_of.keys()) and self._is_stale(slots_of):
             self._drop_ended()
             keys = set(slots_of)
             self._upload_answers(keys)
@@ -134,6 +135,12 @@ class DraftTexts:
             self.tokens[first : self._next_ended] = self._upload(texts, np.int32)
             self._ended |= {id(a): (a, int(stop) - len(a)) for a, stop in zip(fitting, stops)}
         return len(fitting) == len(missing)
+
+    def _is_stale(self, keys: Iterable[bytes]) -> bool:
+        """Whether answers to other prompts take a quarter of the room, so that it is worth to upload the rest again."""
+        wanted = {id(answer) for key in keys for answer in self._history.answers(key)}
+        stale = [len(answer) + MAX_MATCH for name, (answer, _) in self._ended.items() if name not in wanted]
+        return 4 * sum(stale) >= len(self.tokens) - self._first_ended
 
     def _drop_ended(self) -> None:
         self._ended.clear()
