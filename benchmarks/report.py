@@ -38,7 +38,7 @@ GATED_DELTA_IN_VLLM = "--vllm-setting 'gdn_prefill_backend=\"triton\"'"
 """Its default on Hopper needs flashinfer, which compiles when it runs."""
 
 LEARNING = (
-    "--prompts 64 --batch 8 --samples 16 --epochs 3 --new-tokens 1024 --exact"
+    "--prompts 32 --batch 8 --samples 16 --epochs 3 --new-tokens 1024 --exact"
     " data.max_prompt_length=448 custom_reward_function.path=examples/reward_smollm2.py"
     " actor_rollout_ref.model.enable_gradient_checkpointing=false actor_rollout_ref.actor.optim.lr=2e-5"
     " actor_rollout_ref.actor.fsdp_config.full_determinism=true"
@@ -46,7 +46,7 @@ LEARNING = (
     " actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768"
     " actor_rollout_ref.rollout.gpu_memory_utilization=0.3 actor_rollout_ref.rollout.max_num_seqs=256"
 )
-"""Of the learning run with and without drafts: 24 steps of 128 answers to easy word problems."""
+"""Of the learning run with and without drafts: 12 steps of 128 answers to easy word problems."""
 
 Figures = dict[str, dict[str, Side]]
 """Case -> side (lockstep, a peer, or a phase) -> figure -> number."""
@@ -215,8 +215,8 @@ COMMANDS = {
         "phases-moe": "rollout_profile.py --shape qwen3-30b-a3b-quarter",
         "rollout-fp8": "rollout.py --shape 7b --engines embedded embedded-fp8 embedded-fp8-cache",
         "drafts": "history_drafts.py --shape 0.5b --sequences 1 4 16 64 256 512 --right 0.8 0.95 1.0 --repeats 6",
-        "drafts-ragged": "rollout.py --shape 3b --workload ragged --engines embedded embedded-drafts vllm --right 0.9"
-        " --peer-python {vllm}",
+        "drafts-ragged": "rollout.py --shape 3b --workload ragged --engines embedded embedded-drafts --right 0.9",
+        "drafts-ragged-vllm": "rollout.py --shape 3b --workload ragged --engines vllm --peer-python {vllm}",
         "drafts-learning": f"history_learning.py --model {{model}} --data {{data}} --out {{folder}}/runs {LEARNING}",
         "drafts-learning-0.7": f"history_learning.py --model {{model}} --data {{data}} --out {{folder}}/runs {LEARNING}"
         " actor_rollout_ref.rollout.temperature=0.7",

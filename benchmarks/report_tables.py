@@ -170,7 +170,7 @@ def fp8_table(results: "Results") -> list[str]:
 def ragged_table(results: "Results") -> list[str]:
     forms = {"plain": "lockstep", "drafts, 0.9 of the history right": "embedded-drafts"}
     label = "rollout, 3B, 192 requests of 64 to 1,024 + 128 to 3,072 tokens | Lockstep | vLLM"
-    return engines_table(results, "drafts-ragged", "3b ragged x192", label, forms)
+    return engines_table(results, "drafts-ragged", "3b ragged x192", label, forms, peer_run="drafts-ragged-vllm")
 
 
 def engines_table(
