@@ -171,6 +171,7 @@ def test_tables_of_engines_modes_and_histories(report: SimpleNamespace, tables: 
         "grpo-exact": {"": {"lockstep": {"step_s": 1.25}}},
         "drafts": {"x4": {"none": {"speedup": 0.99, "acceptance": 0.0}, "1": {"speedup": 3.0, "acceptance": 0.9}}},
         "drafts-ragged": {"3b ragged x192": sides | {"embedded-drafts": {"tokens_per_s": 30000.0, "acceptance": 0.7}}},
+        "drafts-ragged-vllm": {"3b ragged x192": sides},
         "drafts-learning-0.7": {"": {"2": epoch}},
         "phases-hybrid": {"": phases},
         "long-1.5b": {"1.5b": {"lockstep": {"peak_gb/gen": 50.0, "planned_gb/gen": 52.4}}},

@@ -47,6 +47,7 @@ class DraftTexts:
         self.tokens = torch.full(((num_slots + 1) * self.width + max_ended,), START, dtype=torch.int32, device=device)
         self.lengths = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self.segments = torch.zeros(num_slots + 1, MAX_SEGMENTS, 2, dtype=torch.int64, device=device)
+        self._host_segments = np.zeros(tuple(self.segments.shape), np.int64)
         self.row_rates = torch.zeros(num_slots + 1, 2, device=device)
         self.priors = kind_priors(device)
         self.kind_rates = self.priors.clone()
@@ -103,25 +104,26 @@ class DraftTexts:
             keys = set(slots_of)
             self._upload_answers(keys)
         self._known = {key: self._history.answers(key) for key in slots_of}
-        written = [key for key in keys if key in slots_of]
-        if written:
-            rows = [slot for key in written for slot in slots_of[key]]
-            segments = np.concatenate([self._segments_of(key, slots_of[key]) for key in written])
-            self.segments.index_copy_(0, self._upload(rows), self._upload(segments))
+        rows: list[int] = []
+        for key in keys & slots_of.keys():
+            self._set_segments(key, slots_of[key])
+            rows += slots_of[key]
+        if rows:
+            self.segments.index_copy_(0, self._upload(rows), self._upload(self._host_segments[rows]))
 
-    def _segments_of(self, key: bytes, slots: list[int]) -> np.ndarray:
-        """(slots, MAX_SEGMENTS, 2): the latest ended answers, then running sequences with the same prompt, last the own one."""
-        ended = [self._ended[id(a)] for a in self._known[key] if id(a) in self._ended]
-        places = [(first, first + len(answer)) for answer, first in ended[MAX_LIVE - MAX_SEGMENTS :]]
-        live = np.array([(slot, LIVE) for slot in slots])
-        num_live = min(len(slots), MAX_LIVE)
-        segments = np.zeros((len(slots), MAX_SEGMENTS, 2), np.int64)
-        stop = len(places) + num_live
-        segments[:, :stop] = [*places, *live[:num_live]]
-        swapped = np.arange(num_live)
-        segments[swapped, len(places) + swapped] = live[num_live - 1]
-        segments[:, stop - 1] = live
-        return segments
+    def _set_segments(self, key: bytes, slots: list[int]) -> None:
+        """On the host: the latest ended answers, then running sequences with the same prompt, last the own one."""
+        ended = [self._ended[id(a)] for a in self._known[key] if id(a) in self._ended][MAX_LIVE - MAX_SEGMENTS :]
+        places = [(place, place + len(answer)) for answer, place in ended]
+        places += [(slot, LIVE) for slot in slots[:MAX_LIVE]]
+        common, first = np.array(places), len(ended)
+        for number, slot in enumerate(slots):
+            segments = self._host_segments[slot]
+            segments[: len(common)] = common
+            segments[len(common) :] = 0
+            if number < MAX_LIVE:
+                segments[first + number] = common[-1]
+            segments[len(common) - 1] = slot, LIVE
 
     def _upload_answers(self, keys: Iterable[bytes]) -> bool:
         """Those that are not there yet, as far as there is room; whether all are there."""
