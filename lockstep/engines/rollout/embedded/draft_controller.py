@@ -5,6 +5,9 @@ A decode step of N rows takes `plain(N)` seconds and gives N tokens. One with dr
 where p is the row's acceptance. The likeliest drafts come first. The size that gives the most tokens per second is chosen, and none
 if plain steps give more. The choice depends on times, the sampled tokens do not.
 
+On a CPU the rows' drafts are known when it is decided how many to compute (`lengths`). On CUDA the device finds them, and says how
+many drafts are how likely: the curve (`size_for`).
+
 The first step of a size may need a CUDA graph. It is captured once the steps since the last capture would have gained as much time
 by that size as a capture takes; until then the best of the sizes at hand is taken. So captures cost at most about as much time as
 they can gain.

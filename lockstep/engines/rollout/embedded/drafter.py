@@ -1,6 +1,7 @@
 """Draft tokens of decoding sequences, from the answers that were seen for their prompts.
 
-    history (answers by prompt) + controller (what pays) ─► drafts of this step ─► what was accepted ─► controller
+    CPU:  history (answers by prompt) + controller (what pays) ─► drafts of one step ─► what was accepted ─► controller
+    CUDA: controller ─► steps of a size, whose drafts the device finds ─► what was accepted and is expected ─► controller
 
 A sampled token depends only on its logits, seed and position. So a step computes the logits after the last token and after each
 draft token, samples all of these positions, and keeps the tokens up to the first that differs from its draft: those are the
@@ -57,7 +58,7 @@ class DraftCounts:
 
 @dataclass(slots=True)
 class _Tracked:
-    """A sequence that is followed."""
+    """A sequence that is followed; on CUDA only its answer matters, once it has ended."""
 
     sequence: Sequence
     key: bytes

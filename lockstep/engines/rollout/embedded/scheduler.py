@@ -214,8 +214,9 @@ class Scheduler:
         return self._window(rows, drafts, fits=True) if self._fits(rows) else None
 
     def schedule_draft_steps(self, num_steps: int, size: int, max_draft: int) -> DecodeWindow | None:
-        """Steps of `size` tokens for every decoding sequence, drafts among them; None if the most tokens that they may give do
-        not fit. max_draft: most draft tokens of a sequence per step, which it may get once others have ended."""
+        """Steps of `size` tokens for every decoding sequence, drafts among them; None if the most tokens that they may give, for
+        which blocks are allocated, do not fit. max_draft: most draft tokens of a sequence per step, which it may get once others
+        have ended."""
         rows = self._decodable(num_steps * (1 + max_draft))
         if not 0 < len(rows) < size or not self._fits(rows):
             return None

@@ -15,9 +15,6 @@ from lockstep.engines.rollout.embedded.sequence import Sequence
 from lockstep.kernels import sampling
 from lockstep.utils.device import to_device
 
-SEED, TOP_K, ROPE_DELTA, NUM_CONSTANTS = range(4)
-"""Columns of `host_constants`, and their number."""
-
 
 class DecodeSlots:
     """
@@ -25,8 +22,6 @@ class DecodeSlots:
     tables:                   (slots + 1, width) block tables.
     state_slots:              (slots + 1,) state slots; unused if the model has no states.
     rope_deltas:              (slots + 1,) what rotary positions have more than `positions`; None if there are no images.
-    host_tables:              (slots + 1, width) `tables` on the host, once `set_tables` was called.
-    host_constants:           (slots + 1, NUM_CONSTANTS) of each slot's sequence, on the host; host_options like `slot_options`.
     slot_ids:                 (R,) slot of each row of a step.
     tokens, positions:        (1, R) model inputs; cache_slots (R,) where their keys and values go.
     sampled, log_probs:       (steps, slots + 1) outputs; `step` is the current one.
@@ -59,9 +54,7 @@ class DecodeSlots:
         self.step = zeros(1, dtype=torch.int32)
         self.sampled = zeros(num_steps, num_slots + 1, dtype=torch.int32)
         self.log_probs = zeros(num_steps, num_slots + 1, dtype=torch.float32)
-        self.host_tables = np.zeros((num_slots + 1, table_width), dtype=np.int32)
-        self.host_constants = np.zeros((num_slots + 1, NUM_CONSTANTS), dtype=np.int64)
-        self.host_options = np.zeros((num_slots + 1, sampling.NUM_OPTIONS), dtype=np.float32)
+        self._host_tables = np.zeros((num_slots + 1, table_width), dtype=np.int32)
         # blocks in each row of it, and the last one; 0 for a sequence that is new in its slot
         self._table_lengths = [0] * (num_slots + 1)
         self._last_blocks = [0] * (num_slots + 1)
@@ -85,9 +78,6 @@ class DecodeSlots:
             self._assigned[_key(sequence)] = slot, sequence
             self._table_lengths[slot] = 0
             self._outdated.add(slot)
-            params = sequence.request.sampling
-            self.host_constants[slot] = as_int64(sequence.request.seed), max(0, params.top_k), sequence.rope_delta
-            self.host_options[slot] = params.temperature, params.top_p, params.min_p
         return [self._assigned[_key(s)][0] for s in sequences]
 
     def set_states(self, sequences: Rows[Sequence], slots: Rows[int]) -> None:
@@ -97,9 +87,10 @@ class DecodeSlots:
             return
         self._outdated.difference_update(slots)
         at = self._upload([slot for _, slot in new])
-        options = torch.from_numpy(self.host_options[[slot for _, slot in new]])
-        self.slot_state.index_copy_(0, at, self._upload([self._state(s, slot) for s, slot in new]))
-        self.slot_options.index_copy_(0, at, to_device(options, self.device))
+        params = [s.request.sampling for s, _ in new]
+        options = [(p.temperature, p.top_p, p.min_p) for p in params]
+        self.slot_state.index_copy_(0, at, self._upload([self._state(s) for s, _ in new]))
+        self.slot_options.index_copy_(0, at, self._upload(options, torch.float32))
         state_slots = [s.state_slot for s, _ in new if s.state_slot is not None]
         if state_slots:
             self.state_slots.index_copy_(0, at, self._upload(state_slots))
@@ -117,11 +108,11 @@ class DecodeSlots:
             blocks = sequence.blocks
             if lengths[slot] != len(blocks) or last_blocks[slot] != blocks[-1]:
                 last = max(0, lengths[slot] - 1)
-                self.host_tables[slot, last : len(blocks)] = blocks[last:]
+                self._host_tables[slot, last : len(blocks)] = blocks[last:]
                 lengths[slot], last_blocks[slot] = len(blocks), blocks[-1]
                 changed.append(slot)
         if changed:
-            rows = to_device(torch.from_numpy(self.host_tables[changed]), self.device)
+            rows = to_device(torch.from_numpy(self._host_tables[changed]), self.device)
             self.tables.index_copy_(0, self._upload(changed), rows)
 
     def set_rows(self, slots: list[int], num_rows: int) -> None:
@@ -139,17 +130,17 @@ class DecodeSlots:
                 del self._assigned[key]
                 self._free.append(slot)
 
-    def _state(self, sequence: Sequence, slot: int) -> list[int]:
+    def _state(self, sequence: Sequence) -> list[int]:
         """A row of `slot_state`."""
-        constants = self.host_constants[slot].tolist()
+        params = sequence.request.sampling
         stop_ids = sorted(sequence.stop_ids)
         return [
             len(sequence.tokens) - 1,
             1,
-            constants[SEED],
-            sequence.num_prompt + sequence.request.sampling.max_tokens - 1,
+            as_int64(sequence.request.seed),
+            sequence.num_prompt + params.max_tokens - 1,
             sequence.tokens[-1],
-            constants[TOP_K],
+            max(0, params.top_k),
             *stop_ids,
             *[-1] * (self.max_stop_ids - len(stop_ids)),
         ]
