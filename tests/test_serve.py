@@ -178,8 +178,19 @@ def test_500_requests_at_once(service: Service) -> None:
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_the_first_signal_lets_requests_end_and_the_second_does_not(
-    service: Service, signals: int, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    service: Service,
+    signals: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    advance = service.client._advance
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.1)  # so that the signals come before the answer ends
+        return advance(*arguments)
+
+    monkeypatch.setattr(service.client, "_advance", slowly)
     service._stopping = asyncio.Event()
     service.endpoint.url = ""
 

@@ -67,7 +67,7 @@ def test_calls_that_wait_while_a_server_asks_for_a_pause_do_not_begin_all_at_onc
 
     asyncio.run(main())
     began.sort()
-    assert most_in_a_window(began, 0.39) == 3
+    assert most_in_a_window(began, 0.3) == 3  # a call may begin a little later than it was allowed to
     assert all(later - began[0] > 0.29 for later in began[3:]) and began[-1] - began[0] < 2.0
 
 
