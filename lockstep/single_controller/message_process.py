@@ -110,7 +110,8 @@ class ChildProcess(MessageProcess):
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as stream:
             stream.shutdown(socket.SHUT_WR)  # the child reads the end, also if a message was cut
         wait_or_kill(self._process, CLOSE_TIMEOUT_S)
-        self._connection.close()
+        with suppress(OSError):  # the process has ended: a descriptor that is gone must not fail the run
+            self._connection.close()
 
     def _how_it_died(self) -> str:
         with suppress(subprocess.TimeoutExpired):

@@ -99,6 +99,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def test_a_child_whose_connection_is_gone_is_ended() -> None:
+    child = ChildProcess("echo 1", functools.partial(Echo, ""))
+    os.close(child._connection.fileno())
+    child.close()
+    child.close()
+    assert child._process.poll() is not None and child._connection.closed
+
+
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     program = PARENT.format(closed=str(tmp_path / "closed"))
