@@ -14,7 +14,7 @@ from lockstep.engines.rollout.embedded.draft_controller import (
     SizeCost,
     graph_sizes,
 )
-from lockstep.engines.rollout.embedded.drafter import Drafter
+from lockstep.engines.rollout.embedded.drafter import DraftCounts, Drafter
 
 
 def controller(plain: float = 1.0, fixed: float = 1.0, per_token: float = 0.01, num_rows: int = 1) -> DraftController:
@@ -346,3 +346,14 @@ def test_expectations_are_corrected_by_what_became_of_them() -> None:
         if made.size_for(8, 4):
             return
     raise AssertionError("drafts are not tried any more")
+
+
+def test_steps_in_which_no_draft_was_found_have_metrics() -> None:
+    """The decoder may find none for a size that was chosen from an older curve."""
+    drafter = Drafter(HistoryDraftsConfig(enable=True), max_num_seqs=8)
+    drafter.use_cuda()
+    drafter.note_window(4, num_steps=8, seconds=0.1)
+    drafter.note_steps(8, 4, 4, DraftCounts(num_rows=16, num_sampled=16, num_drafted=0, num_failed=0), seconds=0.1)
+    drafter.totals.num_generated = 16
+    metrics = drafter.take_metrics()
+    assert metrics["perf/drafts/tokens_per_step"] == 1 and "perf/drafts/acceptance" not in metrics

@@ -304,8 +304,9 @@ class DraftController:
         self.waits = False
         if not num_rows:  # all are covered by what is in flight
             return 0
-        fits, knows_plain, has_curve = num_rows < self.max_tokens, self._knows_plain(num_rows), self._curve is not None
-        self.is_unsure = fits and (self._is_fresh or (has_curve and not knows_plain))
+        fits = num_rows < self.max_tokens
+        knows_plain = self._knows_plain(num_rows)
+        self.is_unsure = fits and (self._is_fresh or (self._curve is not None and not knows_plain))
         if self._curve is None or not fits or not knows_plain:
             return 0
         self.is_unsure = self._is_fresh = False

@@ -210,8 +210,9 @@ class Drafter:
             "perf/drafts/saved_s": totals.saved_s,
             "perf/drafts/history_mb": self.history.num_bytes / 2**20,
         }
-        if totals.num_steps:
+        if totals.num_drafted:
             metrics["perf/drafts/acceptance"] = totals.num_accepted / totals.num_drafted
+        if totals.num_rows:
             metrics["perf/drafts/tokens_per_step"] = totals.num_sampled / totals.num_rows
         return metrics
 
