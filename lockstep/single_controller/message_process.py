@@ -8,6 +8,7 @@
 `ChildProcess` is a child of this process; `ray_backend/message_process.py` has the same on a Ray cluster.
 """
 
+import logging
 import os
 import re
 import socket
@@ -26,6 +27,8 @@ from lockstep.single_controller.environment import ProcessEnvironment
 from lockstep.single_controller.futures import WorkerDiedError
 from lockstep.utils import heartbeat
 from lockstep.utils.child_process import how_it_ended, start_module, wait_or_kill
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 """How long a process may take to end."""
@@ -110,8 +113,10 @@ class ChildProcess(MessageProcess):
         with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as stream:
             stream.shutdown(socket.SHUT_WR)  # the child reads the end, also if a message was cut
         wait_or_kill(self._process, CLOSE_TIMEOUT_S)
-        with suppress(OSError):  # the process has ended: a descriptor that is gone must not fail the run
+        try:
             self._connection.close()
+        except OSError as error:  # the process has ended: this must not fail the run
+            logger.warning("the connection to the process of %s was already closed: %s", self.name, error)
 
     def _how_it_died(self) -> str:
         with suppress(subprocess.TimeoutExpired):

@@ -99,12 +99,13 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_child_whose_connection_is_gone_is_ended() -> None:
+def test_a_child_whose_connection_is_gone_is_ended(caplog: pytest.LogCaptureFixture) -> None:
     child = ChildProcess("echo 1", functools.partial(Echo, ""))
     os.close(child._connection.fileno())
     child.close()
     child.close()
     assert child._process.poll() is not None and child._connection.closed
+    assert caplog.text.count("the connection to the process of echo 1 was already closed: [Errno 9]") == 1
 
 
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
